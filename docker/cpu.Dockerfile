@@ -1,0 +1,18 @@
+# infir2 on a CPU.   docker build -f docker/cpu.Dockerfile -t infir2:cpu .   docker run --rm infir2:cpu env check
+FROM python:3.11.11-slim-bookworm
+
+ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
+WORKDIR /opt/infir2
+
+# torch alone is most of the image, so it is a layer of its own that a change of the code does not rebuild
+COPY constraints.txt .
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu $(grep '^torch==' constraints.txt) -c constraints.txt
+
+COPY pyproject.toml README.md LICENSE ./
+COPY infir2_cli infir2_cli
+COPY infir2_core infir2_core
+COPY templates templates
+RUN pip install . -c constraints.txt
+
+WORKDIR /work
+ENTRYPOINT ["infir2"]

@@ -1,0 +1,1 @@
+"""Project file + preset + flags -> one resolved, validated `RunConfig`. Imports no torch."""

@@ -1,0 +1,159 @@
+"""The project file, infir2.toml: what a user says once instead of on every command line.
+
+It overrides the preset of the chosen size and is overridden by flags (resolve.py does the merging). Every table refuses
+unknown keys, and a mistake is reported with its line and the closest valid name. Relative paths in it count from the
+folder the file is in, so commands may be typed in any folder below.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+
+from pydantic import Field, PrivateAttr, create_model, field_validator, model_validator
+
+from ..errors import InputError, nearest
+from . import toml
+from .schema import CptSettings, Size, Strict
+
+FILE = "infir2.toml"
+
+
+class ProjectSection(Strict):
+    """[project]: its name, the folder runs are kept in, and the machine to run on."""
+
+    name: str = ""
+    runs: str = Field("runs", min_length=1)
+    machine: str = "local"
+
+    @field_validator("machine")
+    @classmethod
+    def _known(cls, machine: str) -> str:
+        if machine != "local":
+            raise ValueError(f"machine '{machine}' is not known; only 'local' is known so far")
+        return machine
+
+
+class ModelSection(Strict):
+    """[model]: the size, and where its weights come from (hub id, HF folder, run or checkpoint)."""
+
+    size: Size | None = None
+    from_: str = Field("", alias="from")
+
+
+class DataSection(Strict):
+    """[data.NAME]: one corpus. `prefixes` is a `.bin/.idx` prefix, a glob, `@list.txt`, or a list of those.
+
+    `weight` is the corpus's share of the mixture, spread over its prefixes by their size.
+    """
+
+    prefixes: str | list[str]
+    weight: float = Field(1.0, gt=0)
+
+    @field_validator("prefixes")
+    @classmethod
+    def _not_empty(cls, prefixes: str | list[str]) -> str | list[str]:
+        if not prefixes or (isinstance(prefixes, list) and not all(prefixes)):
+            raise ValueError("prefixes is empty; give a prefix, a glob or '@list.txt'")
+        return prefixes
+
+    @property
+    def specs(self) -> list[str]:
+        """`prefixes` as a list."""
+        return [self.prefixes] if isinstance(self.prefixes, str) else self.prefixes
+
+
+class _CptBase(Strict):
+    tokens: Annotated[int, Field(gt=0)] | None = None
+    from_: str = Field("", alias="from")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> _CptBase:
+        if self.tokens is not None and self.settings().get("steps") is not None:
+            raise ValueError("steps and tokens both say how long to train; keep one of them")
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """The `CptSettings` that the file sets, by name."""
+        own = self.model_dump(exclude={"tokens", "from_"})
+        return {name: value for name, value in own.items() if value is not None}
+
+
+def _optional(name: str) -> Any:
+    """The type of a `CptSettings` field, its limits kept, that may also be left out."""
+    field = CptSettings.model_fields[name]
+    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation  # type: ignore[name-defined]
+    return (Optional[kind], None)
+
+
+if TYPE_CHECKING:
+    CptSection = _CptBase
+else:
+    CptSection = create_model(
+        "CptSection",
+        __base__=_CptBase,
+        __doc__="[cpt]: any of `CptSettings`, and `tokens` (a length in tokens instead of steps) and `from`.",
+        **{name: _optional(name) for name in CptSettings.model_fields},
+    )
+
+
+class ProjectFile(Strict):
+    """A whole infir2.toml."""
+
+    format: Literal[1]
+    project: ProjectSection = ProjectSection()
+    model: ModelSection = ModelSection()
+    data: dict[str, DataSection] = Field(default_factory=dict)
+    cpt: CptSection = CptSection()
+    _path: Path = PrivateAttr(default=Path(FILE))
+    _text: str = PrivateAttr(default="")
+
+    @property
+    def path(self) -> Path:
+        """The file this was read from, absolute."""
+        return self._path
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths count from."""
+        return self._path.parent
+
+    def where(self, key: str) -> str:
+        """`FILE:LINE: key`, for errors found after the file was read."""
+        return f"{self._path}:{toml.locate(self._text, key)}: {key}"
+
+
+def find_project(start: Path) -> Path | None:
+    """The infir2.toml in `start` or the closest folder above it."""
+    here = start.absolute()
+    return next((folder / FILE for folder in (here, *here.parents) if (folder / FILE).is_file()), None)
+
+
+def load_project(path: Path) -> ProjectFile:
+    """Reads a project file.
+
+    Raises:
+        InputError: missing or unreadable, not TOML, or wrong keys and values: all of them at once, each with its line.
+    """
+    text = toml.read_text(path)
+    data = toml.parse(text, str(path))
+    if "format" not in data:
+        raise InputError("the project file has no format number", f"{path}:1", "begin it with: format = 1")
+    if data["format"] != 1:
+        place = f"{path}:{toml.locate(text, 'format')}"
+        raise InputError(f"project file format {data['format']!r} is unknown; this version reads format 1", place, "format = 1")
+    project = toml.validate(ProjectFile, data, text, str(path), "project file")
+    project._path, project._text = path.absolute(), text
+    _check_recipe(project)
+    return project
+
+
+def _check_recipe(project: ProjectFile) -> None:
+    from ..precision.recipe import list_recipes
+
+    recipe = project.cpt.settings().get("recipe")
+    if recipe is None or (recipe.endswith(".toml") and (project.folder / recipe).is_file()):
+        return
+    known = list_recipes()
+    if recipe not in known:
+        raise InputError(f"no recipe '{recipe}'", project.where("cpt.recipe"), nearest(recipe, known))

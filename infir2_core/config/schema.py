@@ -1,0 +1,143 @@
+"""What a run is made of, as strict data.
+
+`RunConfig` is the only thing a training process reads: it is resolved once (resolve.py), written to the run folder as
+config.toml before anything starts, and read back by every process. Every model here refuses unknown keys.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FORMAT = 1  # version number of project files and run folders
+Size = Literal["tiny", "small", "0.5b", "1.5b", "3b", "7b"]
+SIZES: tuple[str, ...] = ("tiny", "small", "0.5b", "1.5b", "3b", "7b")
+SCRATCH_SIZES = ("tiny", "small")  # sizes that start from random weights unless told otherwise
+
+
+class Strict(BaseModel):
+    """Immutable; an unknown key or a number that is not finite is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelShape(Strict):
+    """Architecture of a Qwen2.5-family decoder. Lengths count elements; `vocab` counts rows of the embedding."""
+
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    ffn: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocab: int = Field(gt=0)
+    tied: bool
+    rope_base: float = 1e6
+    max_positions: int = Field(32768, gt=0)
+    norm_eps: float = 1e-6
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelShape:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary embedding")
+        return self
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters, embedding and head included (a tied head counts once)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = self.hidden * (q + 2 * kv) + (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.ffn + 2 * self.hidden
+        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of one trained token (forward and backward), causal attention counted once."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linear = self.hidden * (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.ffn
+        attention = 2 * q * seq_len / 2  # scores and weighted sum, half of them masked
+        return 6.0 * (self.layers * (linear + attention) + self.vocab * self.hidden)
+
+
+class Blend(Strict):
+    """One corpus of the training mixture: a Megatron `.bin/.idx` prefix and its share."""
+
+    prefix: str
+    weight: float = Field(1.0, gt=0)
+
+
+class CptSettings(Strict):
+    """Settings of continual pre-training; defaults come from the preset of the chosen size.
+
+    Batches count sequences, `seq_len` counts tokens, every learning rate is absolute.
+    """
+
+    recipe: str
+    steps: int = Field(gt=0)
+    seq_len: int = Field(gt=1)
+    global_batch: int = Field(gt=0)
+    micro_batch: int = Field(gt=0)
+    schedule: Literal["wsd", "cosine", "constant"]
+    lr: float = Field(gt=0)
+    min_lr: float = Field(ge=0)
+    warmup_steps: int = Field(ge=0)
+    decay_steps: int = Field(ge=0)
+    weight_decay: float = Field(ge=0)
+    beta1: float = Field(ge=0, lt=1)
+    beta2: float = Field(ge=0, lt=1)
+    eps: float = Field(gt=0)
+    clip: float = Field(ge=0, description="global gradient norm; 0 turns clipping off")
+    seed: int = Field(ge=0)
+    init_std: float = Field(gt=0)
+    split: str
+    eval_every: int = Field(ge=0, description="0 turns validation off")
+    eval_iters: int = Field(gt=0)
+    save_every: int = Field(gt=0)
+    keep_last: int = Field(ge=1)
+    keep_every: int = Field(ge=0, description="checkpoints at multiples of this are kept until the decay is done; 0: none")
+    recompute: Literal["none", "selective", "full"]
+    max_skips: int = Field(ge=0, description="non-finite steps in a row that are skipped before the run gives up")
+
+    @model_validator(mode="after")
+    def _check(self) -> CptSettings:
+        if self.global_batch % self.micro_batch:
+            raise ValueError(f"global_batch ({self.global_batch}) must be a multiple of micro_batch ({self.micro_batch})")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr})")
+        if self.schedule != "constant" and self.warmup_steps + (self.decay_steps if self.schedule == "wsd" else 0) > self.steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) + decay_steps ({self.decay_steps}) exceed steps ({self.steps})"
+            )
+        parts = self.split.split(",")
+        if len(parts) != 3 or not all(p.replace(".", "", 1).isdigit() for p in parts) or float(parts[0]) <= 0:
+            raise ValueError(f"split must be three shares for train, validation and test such as '90,5,5', got '{self.split}'")
+        return self
+
+
+class Source(Strict):
+    """Where the weights come from: `scratch`, an HF folder, or a native checkpoint folder."""
+
+    kind: Literal["scratch", "hf", "checkpoint"]
+    path: str = ""
+    optimizer: bool = False  # decay phase: optimizer, data position and quantiser state come along
+    check: bool = True  # stop when loaded weights score like untrained ones at step 0
+
+
+class RunConfig(Strict):
+    """A fully resolved run."""
+
+    format: int = FORMAT
+    stage: Literal["cpt"] = "cpt"
+    phase: Literal["full", "decay"] = "full"
+    name: str
+    runs: str
+    size: str
+    model: ModelShape
+    source: Source
+    data: list[Blend]
+    tokenizer: str = ""  # as recorded by `data prepare`; empty when the prefixes do not say
+    cpt: CptSettings
+    device: str = "cpu"
+    ranks: int = Field(1, gt=0)
+    deterministic: bool = False

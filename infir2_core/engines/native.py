@@ -1,0 +1,158 @@
+"""The engine for a CPU, one GPU, or data-parallel ranks of one box: replicated weights, summed gradients.
+
+One optimizer step is: every microbatch forward and backward (gradients add up in float32), one sum over ranks, AdamW. The
+loss is a mean over the tokens of the whole global batch, whatever the microbatches hold. Checkpoints name tensors as
+Hugging Face does, so that they load into any layout of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.schema import RunConfig
+from ..data.batch import Batch
+from ..errors import InputError
+from ..model.decoder import Decoder
+from ..ops.dispatch import ledger
+from ..optim.adamw import AdamW
+from ..precision.recipe import Recipe
+from .ranks import Ranks
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step yields, on the host.
+
+    Attributes:
+        loss: mean negative log-probability of the global batch's trained tokens, in nats.
+        grad_norm: global, before clipping.
+        skipped: the gradient was not finite and nothing was updated.
+        nonfinite_blocks: quantisation blocks that held an infinity or a NaN.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    nonfinite_blocks: int
+
+
+class NativeEngine:
+    """Model, optimizer and quantiser state of one rank."""
+
+    def __init__(self, config: RunConfig, recipe: Recipe, ranks: Ranks) -> None:
+        self.config, self.recipe, self.ranks = config, recipe, ranks
+        self.model = Decoder(config.model, recipe, ranks.device, config.cpt.recompute)
+        self.optimizer = AdamW(self.model.named_parameters(), config.cpt)
+
+    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """One optimizer step over this rank's microbatches at learning rate `lr`."""
+        total = torch.tensor([float(sum(b.weights_T.sum() for b in batches))], device=self.ranks.device)
+        self.ranks.sum([total])
+        loss = torch.zeros((), device=self.ranks.device)
+        for batch in batches:
+            moved = batch.to(self.ranks.device)
+            part = -(moved.weights_T * self.model.logprobs(moved)).sum() / total[0]
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        self.ranks.sum([loss, *(p.grad for p in self.model.parameters() if p.grad is not None)])
+        self.ranks.largest(state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values())
+        norm, skipped = self.optimizer.step(lr)
+        self.model.end_step()
+        counters = [layer.nonfinite_blocks for _, layer in self.model.linears()]
+        blocks = torch.stack(counters).sum()
+        for counter in counters:
+            counter.zero_()
+        return StepResult(float(loss), float(norm), bool(skipped), int(blocks))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean negative log-probability over the batches of all ranks, in nats."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        for batch in batches:
+            moved = batch.to(self.ranks.device)
+            sums[0] -= (moved.weights_T * self.model.logprobs(moved)).sum().double()
+            sums[1] += moved.weights_T.sum().double()
+        self.ranks.sum([sums])
+        return float(sums[0] / sums[1])
+
+    def gemm_report(self, batch: Batch) -> list[dict[str, Any]]:
+        """Runs one microbatch forward and backward and reports which GEMMs ran in which precision, by which code.
+
+        Gradients and quantiser state are left as they were.
+        """
+        kept = {name: tensor.clone() for name, tensor in self._quantiser_tensors().items()}
+        ledger.start()
+        moved = batch.to(self.ranks.device)
+        (-self.model.logprobs(moved).mean()).backward()  # type: ignore[no-untyped-call]
+        counts = ledger.stop()
+        self.model.zero_grad(set_to_none=True)
+        for name, tensor in self._quantiser_tensors().items():
+            tensor.copy_(kept[name])
+        for _, layer in self.model.linears():
+            layer.nonfinite_blocks.zero_()
+        rows = [{"gemm": g, "operands": o, "by": by, "count": n} for (g, o, by), n in counts.items()]
+        head = str(self.model.dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
+        return [*rows, {"gemm": "head", "operands": f"{head} x {head}", "by": "reference", "count": 1}]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint must hold, as live tensors (the store copies them)."""
+        named: dict[str, Tensor] = {}
+        moments = self.optimizer.moments()
+        views = {"model": {n: p.detach() for n, p in self.optimizer.parameters.items()}}
+        views |= {"adam.m": {n: m for n, (m, _) in moments.items()}, "adam.v": {n: v for n, (_, v) in moments.items()}}
+        for kind, tensors in views.items():
+            for name, rows in self.model.hf_layout().items():
+                named[f"{kind}/{name}"] = tensors[rows.parameter][rows.start : rows.stop]
+        named |= self._quantiser_tensors()
+        named["rng/cpu"] = torch.get_rng_state()
+        if self.ranks.device.startswith("cuda"):
+            named["rng/cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        return named
+
+    def state(self) -> dict[str, Any]:
+        """Scalars that belong to `tensors`."""
+        return {"updates": self.optimizer.updates, "recipe": self.recipe.hash, "model": self.config.model.model_dump()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], optimizer: bool, where: str) -> None:
+        """Fills the engine from a checkpoint.
+
+        Args:
+            tensors: as `tensors()` names them, on the CPU.
+            state: as `state()` returned it.
+            optimizer: also moments, quantiser state and RNG; weights alone otherwise.
+            where: shown in errors.
+
+        Raises:
+            InputError: a tensor is missing or has another shape.
+        """
+        for name, target in self.tensors().items():
+            if name.startswith("rng/") or (not optimizer and not name.startswith("model/")):
+                continue
+            if name.startswith("quant/") and state.get("recipe") != self.recipe.hash:
+                continue  # another recipe's histories mean nothing here; they fill again within a step
+            if name not in tensors:
+                raise InputError(f"the checkpoint has no tensor '{name}'", where)
+            if tensors[name].shape != target.shape:
+                raise InputError(f"'{name}' is {list(tensors[name].shape)}, this model needs {list(target.shape)}", where)
+            target.copy_(tensors[name])
+        if optimizer:
+            self.optimizer.updates = int(state["updates"])
+            torch.set_rng_state(tensors["rng/cpu"])
+            if self.ranks.device.startswith("cuda") and "rng/cuda" in tensors:
+                torch.cuda.set_rng_state(tensors["rng/cuda"], self.ranks.device)
+        for _, layer in self.model.linears():
+            layer.drop_codes()
+
+    def _quantiser_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"quant/{name}.{operand}.{key}": tensor
+            for name, layer in self.model.linears()
+            for operand, state in layer.quant_state.items()
+            for key, tensor in state.items()
+        }

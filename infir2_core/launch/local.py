@@ -1,0 +1,147 @@
+"""Runs a plan on this machine: the run folder, then one process a rank.
+
+The folder is complete before anything trains: config.toml and recipe.json are all that a rank reads. Rank 0 is this process;
+other ranks are children that start from the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..config.resolve import differences, read_config, write_config
+from ..config.schema import RunConfig
+from ..errors import InputError, MachineError
+from ..precision.recipe import Recipe, from_json
+from .plan import make_plan
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder that is ready: `status` tells what a start would do."""
+
+    path: Path
+    config: RunConfig
+    recipe: Recipe
+    status: Literal["new", "resume"]
+
+
+def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
+    """Creates the run folder, or finds that of the same settings.
+
+    Args:
+        config: resolved settings; its name is the folder's.
+        recipe: stored beside them.
+        new: never continue an earlier run: take the next free name.
+
+    Raises:
+        InputError: the folder holds a run made with other settings (each difference is named), something else, or may
+            not be written.
+        MachineError: not enough disk for the checkpoints that will be kept.
+    """
+    runs = Path(config.runs)
+    if new:
+        name, number = config.name, 2
+        while (runs / config.name).exists():
+            config = config.model_copy(update={"name": f"{name}-{number}"})
+            number += 1
+    folder = runs / config.name
+    if (folder / "config.toml").is_file():
+        return _existing(folder, config, recipe)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError("the run folder holds something that is not a run", str(folder), "choose another --name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_disk(folder, config, recipe)
+        (folder / "recipe.json").write_text(recipe.to_json(), encoding="utf-8")
+        write_config(config, folder / "config.toml")
+    except PermissionError as error:
+        raise InputError("no permission to write here", str(folder), "choose another --runs folder") from error
+    except OSError as error:
+        raise MachineError(f"the run folder cannot be written: {error.strerror}", str(folder), "free some disk space") from error
+    return RunFolder(folder, config, recipe, "new")
+
+
+def _existing(folder: Path, config: RunConfig, recipe: Recipe) -> RunFolder:
+    stored = read_config(folder / "config.toml")
+    here = {"device": config.device, "ranks": config.ranks}  # checkpoints load on any device and number of ranks
+    changed = differences(stored.model_copy(update=here), config)
+    earlier = load_recipe_file(folder)
+    if earlier.hash != recipe.hash:
+        changed.append(f"recipe {recipe.name}: {earlier.hash} -> {recipe.hash}")
+    if changed:
+        hint = "repeat the settings of that run, choose another --name, or pass --new"
+        raise InputError("this run was made with other settings: " + "; ".join(changed), str(folder), hint)
+    if (config.device, config.ranks) != (stored.device, stored.ranks):
+        stored = stored.model_copy(update=here)
+        write_config(stored, folder / "config.toml")
+    return RunFolder(folder, stored, earlier, "resume")
+
+
+def load_recipe_file(folder: Path) -> Recipe:
+    """The recipe a run folder was made with."""
+    path = folder / "recipe.json"
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError) as error:
+        raise InputError("the run's recipe cannot be read", str(path), "start again with --new") from error
+
+
+def _check_disk(folder: Path, config: RunConfig, recipe: Recipe) -> None:
+    needed, free = make_plan(config, recipe).peak_disk_bytes, shutil.disk_usage(folder).free
+    if needed > free:
+        raise MachineError(
+            f"checkpoints of this run need {needed / 2**30:.1f} GB, {free / 2**30:.1f} GB are free",
+            str(folder),
+            "free disk space, choose another --runs folder, or lower --keep-last or --keep-every",
+        )
+
+
+class Workers:
+    """Ranks 1 .. N-1 of a run as child processes of rank 0, on this machine."""
+
+    def __init__(self, folder: Path, attempt: Path, ranks: int) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.attempt = attempt
+        if ranks == 1:
+            return
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+        for rank in range(1, ranks):
+            log = (attempt / f"rank-{rank}.log").open("wb")
+            environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "infir2_core.launch.worker", str(folder), str(attempt)]
+            self.children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+
+    def explain(self, error: Exception) -> Exception:
+        """The failure of a worker when one failed by itself, else `error`."""
+        for rank, child in enumerate(self.children, 1):
+            try:
+                code = child.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                continue
+            if code not in (0, 75):
+                where = str(self.attempt / f"rank-{rank}.log")
+                return MachineError(f"rank {rank} ended with exit code {code}", where, "the same command resumes the run")
+        return error
+
+    def close(self, failed: bool) -> None:
+        """Waits for the workers; ends them when rank 0 failed."""
+        for child in self.children:
+            if failed:
+                child.terminate()
+            try:
+                child.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()

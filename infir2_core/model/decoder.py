@@ -1,0 +1,187 @@
+"""The Qwen2.5 decoder on flat batches: embedding, blocks of attention and SwiGLU, norm, head.
+
+Tensor letters: T tokens of all packed sequences, D hidden, F feed-forward, H query heads, G key/value heads, d head_dim,
+V vocabulary. q, k, v are one linear, gate and up another, so that their common input is quantised once; `hf_layout` says
+which rows of which parameter carry which Hugging Face name.
+
+Parameters are float32 masters. In a bf16 recipe every use rounds the master to bf16 first: activations, residuals and
+what is exported are bf16; norms, softmax and the loss compute in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config.schema import ModelShape
+from ..data.batch import Batch
+from ..ops.reference.attention import attention
+from ..ops.reference.elementwise import rmsnorm, rope, rope_tables, swiglu
+from ..ops.reference.loss import linear_logprob
+from ..precision.recipe import Policy, Recipe
+from .linear import Linear, Operands
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, stop) of a parameter; the whole of it when it is not fused."""
+
+    parameter: str
+    start: int
+    stop: int
+
+
+class Block(nn.Module):
+    """x + o(attention(norm1(x))), then x + down(swiglu(gate_up(norm2(x))))."""
+
+    def __init__(self, shape: ModelShape, recipe: Recipe, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = shape
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+        def linear(role: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
+            policy = recipe.policy_for(f"layers.{index}.{role}", role, index, shape.layers)
+            return Linear(inputs, outputs, bias, operands_of(recipe, policy), dtype)
+
+        self.norm1 = nn.Parameter(torch.ones(shape.hidden))
+        self.qkv = linear("qkv", shape.hidden, q + 2 * kv, bias=True)
+        self.o = linear("o", q, shape.hidden)
+        self.norm2 = nn.Parameter(torch.ones(shape.hidden))
+        self.gate_up = linear("gate_up", shape.hidden, 2 * shape.ffn)
+        self.down = linear("down", shape.ffn, shape.hidden)
+
+    def attend(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """The attention half without its residual, [T, D]."""
+        s = self.shape
+        heads = self.qkv(rmsnorm(x_TD, rounded(self.norm1, x_TD), s.norm_eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        out = attention(rope(q, cos, sin), rope(k, cos, sin), v, lengths)
+        return self.o(out.reshape(-1, s.heads * s.head_dim))  # type: ignore[no-any-return]
+
+    def feed(self, x_TD: Tensor) -> Tensor:
+        """The feed-forward half without its residual, [T, D]."""
+        normed = rmsnorm(x_TD, rounded(self.norm2, x_TD), self.shape.norm_eps)
+        return self.down(swiglu(self.gate_up(normed)))  # type: ignore[no-any-return]
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...], recompute: str) -> Tensor:
+        """One block. `recompute = "selective"` rebuilds the feed-forward half, the larger part of what is saved."""
+        x_TD = x_TD + self.attend(x_TD, cos, sin, lengths)
+        if recompute == "selective" and torch.is_grad_enabled():
+            return x_TD + _again(self.feed, x_TD)
+        return x_TD + self.feed(x_TD)
+
+
+class Decoder(nn.Module):
+    """A Qwen2.5-family language model built from a shape and a recipe.
+
+    Args:
+        shape: architecture.
+        recipe: which operands are quantised, and the compute dtype.
+        device: where parameters live.
+        recompute: `none`, `selective` (feed-forward halves) or `full` (whole blocks) are rebuilt in backward.
+    """
+
+    def __init__(self, shape: ModelShape, recipe: Recipe, device: str = "cpu", recompute: str = "none") -> None:
+        super().__init__()
+        self.shape, self.recipe, self.recompute = shape, recipe, recompute
+        self.dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
+        with torch.device(device):
+            self.embed = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+            self.layers = nn.ModuleList(Block(shape, recipe, i, self.dtype) for i in range(shape.layers))
+            self.norm = nn.Parameter(torch.ones(shape.hidden))
+            self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Final normed hidden states, [T, D] in the compute dtype."""
+        cos, sin = rope_tables(batch.positions_T, self.shape.head_dim, self.shape.rope_base)
+        x = F.embedding(batch.tokens_T, self.embed).to(self.dtype)
+        for block in self.layers:
+            if self.recompute == "full" and torch.is_grad_enabled():
+                x = _again(block, x, cos, sin, batch.lengths, "none")
+            else:
+                x = block(x, cos, sin, batch.lengths, self.recompute)
+        return rmsnorm(x, rounded(self.norm, x), self.shape.norm_eps)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """float32 [T, V]; for tests and generation, training uses `logprobs`."""
+        return self.hidden(batch).float() @ self._head_weight().detach().to(self.dtype).float().T
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """log p(target) of each token, float32 [T]."""
+        weight = self._head_weight()
+        return linear_logprob(self.hidden(batch), weight, weight.detach().to(self.dtype), batch.targets_T)
+
+    def _head_weight(self) -> nn.Parameter:
+        return self.embed if self.head is None else self.head
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every precision-aware linear with its dotted name."""
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                yield name, module
+
+    def end_step(self) -> None:
+        """To be called after each optimizer step: quantiser histories move on."""
+        for _, layer in self.linears():
+            layer.end_step()
+
+    @torch.no_grad()
+    def initialise(self, std: float, seed: int) -> None:
+        """Random weights as Megatron-LM draws them: N(0, std), outputs into the residual N(0, std / sqrt(2 layers)).
+
+        Drawn on the CPU, so that a seed gives the same model on every device. Norms are 1, biases 0.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                continue
+            out = name.endswith(("o.weight", "down.weight"))
+            scale = std / math.sqrt(2 * self.shape.layers) if out else std
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+    def hf_layout(self) -> dict[str, Rows]:
+        """Hugging Face tensor name -> the rows of our parameter that hold it. A tied head has no name of its own."""
+        s = self.shape
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        layout = {"model.embed_tokens.weight": Rows("embed", 0, s.vocab)}
+        for i in range(s.layers):
+            ours, theirs = f"layers.{i}", f"model.layers.{i}"
+            borders = {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)}
+            for name, (start, stop) in borders.items():
+                layout[f"{theirs}.self_attn.{name}.weight"] = Rows(f"{ours}.qkv.weight", start, stop)
+                layout[f"{theirs}.self_attn.{name}.bias"] = Rows(f"{ours}.qkv.bias", start, stop)
+            layout[f"{theirs}.self_attn.o_proj.weight"] = Rows(f"{ours}.o.weight", 0, s.hidden)
+            layout[f"{theirs}.mlp.gate_proj.weight"] = Rows(f"{ours}.gate_up.weight", 0, s.ffn)
+            layout[f"{theirs}.mlp.up_proj.weight"] = Rows(f"{ours}.gate_up.weight", s.ffn, 2 * s.ffn)
+            layout[f"{theirs}.mlp.down_proj.weight"] = Rows(f"{ours}.down.weight", 0, s.hidden)
+            layout[f"{theirs}.input_layernorm.weight"] = Rows(f"{ours}.norm1", 0, s.hidden)
+            layout[f"{theirs}.post_attention_layernorm.weight"] = Rows(f"{ours}.norm2", 0, s.hidden)
+        layout["model.norm.weight"] = Rows("norm", 0, s.hidden)
+        if not s.tied:
+            layout["lm_head.weight"] = Rows("head", 0, s.vocab)
+        return layout
+
+    def hf_views(self) -> dict[str, Tensor]:
+        """Hugging Face name -> float32 view of the master weight."""
+        parameters = dict(self.named_parameters())
+        return {name: parameters[r.parameter].detach()[r.start : r.stop] for name, r in self.hf_layout().items()}
+
+
+def operands_of(recipe: Recipe, policy: Policy) -> Operands:
+    """Resolves the spec names of a policy."""
+    return Operands(**{key.replace(".", "_"): recipe.spec(name) for key, name in policy.operands().items()})
+
+
+def rounded(master: Tensor, like: Tensor) -> Tensor:
+    """The master as the compute dtype sees it, still differentiable."""
+    return master.to(like.dtype)
+
+
+def _again(function: object, *args: object) -> Tensor:
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return, arg-type]

@@ -1,0 +1,1 @@
+"""What is quantised, as plain data: formats, scales, specs (spec.py) and whole recipes (recipe.py). No kernels, no torch."""

@@ -1,0 +1,65 @@
+"""Which pieces of the recipe grammar the code implements today.
+
+The grammar (spec.py, recipe.py) is wider than the code on purpose: every published system can be written down, compared and
+hashed. A recipe that needs more than is listed here is refused at plan time, by the names of the missing pieces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .spec import QSpec
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+FORMATS = ("e4m3", "e5m2")
+SCALES = ("pow2", "fp32", "e8m0", "none")
+AMAX = ("current", "delayed", "static")
+
+
+def missing_pieces(recipe: Recipe) -> list[str]:
+    """Names of what `recipe` needs and nothing implements, each once, in the order of the recipe."""
+    found: list[str] = []
+    for policy in recipe.used().values():
+        for spec_name in policy.operands().values():
+            spec = recipe.spec(spec_name)
+            if spec is not None:
+                found += _spec(spec)
+        if policy.accumulate not in ("fp32", "promote(128)"):
+            found.append(f"accumulation {policy.accumulate}")
+    found += [f"layer rule '{rule.match}' (needs calibration)" for rule in recipe.layers if rule.match.startswith("spike:")]
+    for key in ("m", "v", "master", "main_grad"):
+        if (value := getattr(recipe.optimizer, key)) != "fp32":
+            found.append(f"optimizer.{key} = {value}")
+    if recipe.optimizer.feedback != "none":
+        found.append(f"optimizer.feedback = {recipe.optimizer.feedback}")
+    if recipe.save.linear_input != "codes":
+        found.append(f"save.linear_input = {recipe.save.linear_input}")
+    found += [f"save.{k} = {v}" for k in ("norm_input", "gate_up") if (v := getattr(recipe.save, k)) != "bf16"]
+    if recipe.comm.param_gather not in ("bf16", "fp32") or recipe.comm.grad_reduce != "fp32":
+        found.append(f"comm = {recipe.comm.param_gather}, {recipe.comm.grad_reduce}")
+    if recipe.phases:
+        found.append("phases")
+    found += [f"system.{key} = {value}" for key, value in recipe.system.items()]
+    return list(dict.fromkeys(found))
+
+
+def _spec(spec: QSpec) -> list[str]:
+    out = []
+    if spec.format not in FORMATS:
+        out.append(f"format {spec.format}")
+    if spec.scale not in SCALES:
+        out.append(f"scale {spec.scale}")
+    if spec.amax not in AMAX:
+        out.append(f"amax {spec.amax}")
+    if spec.amax != "current" and spec.block != "tensor":
+        out.append(f"amax {spec.amax} with block {spec.block}")
+    if spec.rounding != "rne":
+        out.append(f"{spec.rounding} rounding")
+    if spec.clip != "saturate":
+        out.append(f"clip {spec.clip}")
+    out += [f"transform {t.kind}" for t in spec.transforms]
+    if spec.origin != "source":
+        out.append(f"column copy from {spec.origin}")
+    return out

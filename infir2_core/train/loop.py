@@ -1,0 +1,288 @@
+"""The training loop.
+
+    prepare: lock the run folder, build data and engine, resume from the newest intact checkpoint or start
+    for each step: batches -> engine.train_step -> log -> maybe evaluate -> maybe save -> maybe stop
+
+The order inside a step is what makes a resumed run equal to an uninterrupted one: a step is logged and evaluated before it is
+saved, and everything logged after the checkpoint that a resume starts from is dropped. Whoever watches (a terminal, a test)
+gets events through `Watcher`; nothing here prints.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..config.schema import RunConfig
+from ..data.batch import Batch, rows_to_batch
+from ..data.corpus import Corpus, open_corpus
+from ..engines.native import NativeEngine, StepResult
+from ..engines.ranks import Ranks
+from ..errors import DivergedError, InputError, MachineError
+from ..model.hf import load_hf
+from ..optim.schedule import decay_done, learning_rate
+from ..precision.recipe import Recipe
+from .checkpoint import CheckpointStore
+from .faults import find_offender, plant_nan, save_batch
+from .metrics import MetricsLog
+from .stop import StopRequest
+
+UNTRAINED = 0.9  # share of ln(vocabulary) above which loaded weights count as untrained
+PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5}  # dense bf16, vendor datasheet; FP8 recipes are shown against it too
+
+
+class Watcher(Protocol):
+    """Receives what happens, in order."""
+
+    def note(self, text: str) -> None:
+        """Something a person should read once."""
+
+    def gemms(self, rows: list[dict[str, Any]]) -> None:
+        """Which GEMMs ran how, after the first microbatch."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl of kind `step`."""
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl of kind `eval`."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended: `stopped` carries the reason of a requested stop."""
+
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    stopped: str | None = None
+
+
+@dataclass
+class Position:
+    """Where a run stands. Samples count rows of the training set, `tokens` trained tokens."""
+
+    step: int = 0
+    samples: int = 0
+    train_samples: int = 0
+    tokens: int = 0
+    skips: int = 0
+
+    def state(self) -> dict[str, int]:
+        return self.__dict__.copy()
+
+
+@dataclass
+class Run:
+    """One attempt of one run on one rank."""
+
+    config: RunConfig
+    recipe: Recipe
+    folder: Path
+    ranks: Ranks
+    watcher: Watcher
+    position: Position = field(default_factory=Position)
+
+    def train(self) -> Outcome:
+        """Trains to the last step or until asked to stop.
+
+        Raises:
+            InputError, MachineError, DivergedError: see the exit codes; checkpoints already written stay valid.
+        """
+        cpt = self.config.cpt
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.engine = NativeEngine(self.config, self.recipe, self.ranks)
+        plant_nan(self.engine.model, lambda: self.position.step + 1)
+        self.store = CheckpointStore(
+            self.folder / "checkpoints", cpt.keep_last, cpt.keep_every, self.ranks.rank, self.ranks.world, self.ranks.barrier
+        )
+        resumed = self._restore()
+        corpus = self._open_data()
+        leader = self.ranks.rank == 0
+        log = MetricsLog(self.folder, self.position.step if resumed else None) if leader else None
+        if log is not None and log.note:
+            self.watcher.note(log.note)
+        outcome = Outcome(self.position.step, None, None)
+        try:
+            with StopRequest(self.folder) as stop:
+                if self.position.step < cpt.steps:
+                    self._prove_precision(corpus)
+                if not resumed and cpt.eval_every:
+                    outcome.eval_loss = self._evaluate(corpus, log)
+                    self._check_loaded(outcome.eval_loss)
+                while self.position.step < cpt.steps and outcome.stopped is None:
+                    outcome.loss = self._step(corpus, log)
+                    done = outcome.step = self.position.step
+                    if cpt.eval_every and (done % cpt.eval_every == 0 or done == cpt.steps):
+                        outcome.eval_loss = self._evaluate(corpus, log)
+                    reason = stop.requested()
+                    if self.ranks.any(reason is not None) and done < cpt.steps:
+                        outcome.stopped = reason or "another rank was asked to stop"
+                    if done % cpt.save_every == 0 or done == cpt.steps or outcome.stopped:
+                        self._save()
+                self.store.wait()
+                self.store.retire(decay_done(cpt, self.position.step))
+        finally:
+            if log is not None:
+                log.close()
+        return outcome
+
+    def _restore(self) -> bool:
+        """Loads the newest checkpoint of this run (True), or the weights the run starts from (False)."""
+        self.store.clean()
+        self.ranks.barrier()
+        newest, damaged = self.store.newest()
+        for reason in damaged:
+            self.watcher.note(f"checkpoint {reason} is damaged and was passed over")
+        if newest is not None:
+            loaded = self.store.load(newest)
+            self.engine.load(loaded.tensors, loaded.state["engine"], optimizer=True, where=str(newest))
+            self.position = Position(**loaded.state["position"])
+            self.watcher.note(f"resuming {self.config.name} at step {self.position.step}")
+            return True
+        if damaged:
+            raise InputError("every checkpoint of this run is damaged", str(self.store.folder), "start again with --new")
+        self._start()
+        return False
+
+    def _start(self) -> None:
+        source, cpt = self.config.source, self.config.cpt
+        if source.kind == "scratch":
+            self.engine.model.initialise(cpt.init_std, cpt.seed)
+        elif source.kind == "hf":
+            load_hf(self.engine.model, Path(source.path))
+        else:
+            path = Path(source.path)
+            loaded = CheckpointStore(path.parent).load(path)
+            self.engine.load(loaded.tensors, loaded.state["engine"], source.optimizer, str(path))
+            if source.optimizer:
+                earlier = Position(**loaded.state["position"])
+                self.position = Position(samples=earlier.samples, train_samples=earlier.train_samples, tokens=earlier.tokens)
+        for _, layer in self.engine.model.linears():
+            layer.drop_codes()
+
+    def _open_data(self) -> Corpus:
+        cpt, position = self.config.cpt, self.position
+        left = (cpt.steps - position.step) * cpt.global_batch
+        # The order of samples depends on how many were asked for, so a decay run asks for what its parent asked for.
+        position.train_samples = max(position.train_samples, position.samples + left)
+        evaluations = 1 + cpt.steps // cpt.eval_every if cpt.eval_every else 0
+        blend = [(blend.weight, blend.prefix) for blend in self.config.data]
+        cache = Path(self.config.runs) / ".index-cache"
+        needed = cpt.eval_iters * cpt.global_batch if evaluations else 0
+        return open_corpus(blend, cpt.split, cpt.seq_len, cpt.seed, position.train_samples, needed, cache)
+
+    def _microbatches(self, rows: Callable[[int], Any], start: int) -> list[Batch]:
+        """This rank's share of the global batch that begins at sample `start`."""
+        cpt = self.config.cpt
+        share = cpt.global_batch // self.ranks.world
+        first = start + self.ranks.rank * share
+        made = []
+        for begin in range(first, first + share, cpt.micro_batch):
+            made.append(rows_to_batch([torch.from_numpy(rows(i)) for i in range(begin, begin + cpt.micro_batch)]))
+        return made
+
+    def _prove_precision(self, corpus: Corpus) -> None:
+        """Shows what one microbatch really ran in; stops when FP8 was asked for and none ran."""
+        batch = self._microbatches(corpus.train.__getitem__, self.position.samples)[0]
+        rows = self.engine.gemm_report(batch)
+        self.watcher.gemms(rows)
+        if self.recipe.uses_fp8 and not any("e4m3" in row["operands"] or "e5m2" in row["operands"] for row in rows):
+            raise MachineError(
+                f"recipe {self.recipe.name} asks for FP8 and no GEMM of the model ran in FP8",
+                "precision report after the first microbatch",
+                "infir2 recipes show " + self.recipe.name + " tells which layers it covers",
+            )
+
+    def _step(self, corpus: Corpus, log: MetricsLog | None) -> float:
+        cpt, position = self.config.cpt, self.position
+        began = time.perf_counter()
+        lr = learning_rate(cpt, position.step)
+        batches = self._microbatches(corpus.train.__getitem__, position.samples)
+        result = self.engine.train_step(batches, lr)
+        elapsed = time.perf_counter() - began
+        position.step += 1
+        position.samples += cpt.global_batch
+        position.skips = position.skips + 1 if result.skipped else 0
+        tokens = cpt.global_batch * cpt.seq_len
+        position.tokens += 0 if result.skipped else tokens
+        record = self._record(result, lr, tokens, elapsed)
+        if log is not None:
+            log.append(record)
+        self.watcher.step(record)
+        if position.skips > cpt.max_skips:
+            self._give_up(batches)
+        return result.loss
+
+    def _record(self, result: StepResult, lr: float, tokens: int, elapsed: float) -> dict[str, Any]:
+        rate = tokens / elapsed
+        record = {
+            "kind": "step",
+            "step": self.position.step,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens": self.position.tokens,
+            "tok_per_s": round(rate, 1),
+            "tflops": round(rate * self.config.model.flops_per_token(self.config.cpt.seq_len) / 1e12, 4),
+            "step_ms": round(elapsed * 1e3, 2),
+            "skipped": result.skipped,
+            "nonfinite_blocks": result.nonfinite_blocks,
+            "time": time.time(),
+        }
+        if self.ranks.device.startswith("cuda"):
+            record["memory_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+            name = torch.cuda.get_device_name()
+            peak = next((p for card, p in PEAK_TFLOPS.items() if card in name), None)
+            record["peak_share"] = round(record["tflops"] / (peak * self.ranks.world), 4) if peak else None
+        else:
+            import psutil
+
+            record["memory_gb"] = round(psutil.Process().memory_info().rss / 2**30, 3)
+        return record
+
+    def _evaluate(self, corpus: Corpus, log: MetricsLog | None) -> float | None:
+        valid, cpt = corpus.valid, self.config.cpt
+        if valid is None:
+            return None
+        batches: list[Batch] = []
+        for i in range(cpt.eval_iters):
+            batches += self._microbatches(lambda index: valid[index % len(valid)], i * cpt.global_batch)
+        loss = self.engine.evaluate(batches)
+        record = {"kind": "eval", "step": self.position.step, "loss": loss, "tokens": self.position.tokens, "time": time.time()}
+        if log is not None:
+            log.append(record)
+        self.watcher.evaluated(record)
+        return loss
+
+    def _check_loaded(self, loss: float | None) -> None:
+        source = self.config.source
+        if loss is None or source.kind == "scratch" or not source.check:
+            return
+        limit = math.log(self.config.model.vocab)
+        if not loss < UNTRAINED * limit:
+            raise InputError(
+                f"the loaded weights score {loss:.2f} nats a token; a model that knows nothing scores ln(vocabulary) = {limit:.2f}",
+                source.path,
+                "check that tokenizer and weights belong together, or pass --skip-load-check to train anyway",
+            )
+
+    def _save(self) -> None:
+        self.store.save(self.position.step, self.engine.tensors(), {"position": self.position.state(), "engine": self.engine.state()})
+        self.store.retire(decay_done(self.config.cpt, self.position.step))
+
+    def _give_up(self, batches: list[Batch]) -> None:
+        self.store.wait()
+        path = save_batch(self.folder, self.position.step, batches)
+        offender = find_offender(self.engine.model, batches, self.ranks.device)
+        raise DivergedError(
+            f"{self.position.skips} steps in a row were not finite; the trouble begins in {offender}",
+            f"step {self.position.step}; its batch is kept in {path}",
+            f"go back to an earlier checkpoint with a lower --lr, or another --recipe; --max-skips is {self.config.cpt.max_skips}",
+        )
