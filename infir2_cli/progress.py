@@ -1,7 +1,7 @@
 """What a person sees while a run trains: one progress bar, notes above it, and the same as text in the attempt's log.
 
-On a terminal the bar is live; elsewhere (a job's log file) a line is printed now and then. In `--json` mode only the final
-document goes to stdout.
+On a terminal the bar is live; elsewhere (a job's log file) a line is printed now and then. In `--json` mode only the
+final document goes to stdout.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ class TrainingView:
         self._live = console.is_terminal
         self._plain_at = 0.0
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.fields[figures]}"))
-        self._bar = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console, disable=not self._live)
+        self._bar = Progress(
+            *columns, TextColumn("ETA"), TimeRemainingColumn(), console=console, disable=not self._live
+        )
         self._task = self._bar.add_task("training", total=steps, figures="preparing")
 
     def __enter__(self) -> TrainingView:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
         self._log.close()
 
@@ -70,7 +74,9 @@ class TrainingView:
         if record["skipped"]:
             self.note(f"step {record['step']}: the gradient was not finite, nothing was updated")
         elif record["nonfinite_blocks"]:
-            self.note(f"step {record['step']}: {record['nonfinite_blocks']} blocks held infinities or NaN when quantised")
+            self.note(
+                f"step {record['step']}: {record['nonfinite_blocks']} blocks held infinities or NaN when quantised"
+            )
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """A validation."""

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from infir2_core.errors import STOPPED, InputError, MachineError, nearest
-from infir2_core.train.manifest import newest_complete, step_folders
-from infir2_core.train.metrics import read_metrics
+from .errors import STOPPED, InputError, MachineError, nearest
+from .train.manifest import newest_complete, step_folders
+from .train.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from infir2_core.config.schema import RunConfig
+    from .config.schema import RunConfig
 
 CONFIG, LOCK = "config.toml", "lock"
 
@@ -173,8 +173,8 @@ def read_config(run_dir: Path) -> RunConfig:
     Raises:
         InputError: config.toml is missing, is no TOML, or does not follow the schema (line and key are named).
     """
-    from infir2_core.config import toml
-    from infir2_core.config.schema import FORMAT, RunConfig
+    from .config import toml
+    from .config.schema import FORMAT, RunConfig
 
     file = run_dir / CONFIG
     if not file.is_file():
@@ -356,7 +356,7 @@ def default_runs_dir(start: Path) -> Path:
     Raises:
         InputError: the project file is damaged or has wrong keys.
     """
-    from infir2_core.config.project import find_project, load_project
+    from .config.project import find_project, load_project
 
     file = find_project(start)
     if file is None:

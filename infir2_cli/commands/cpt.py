@@ -57,7 +57,9 @@ def cpt(
     device: Annotated[str | None, Opt(help="cpu or cuda; default: cuda when there is one.")] = None,
     ranks: Annotated[int | None, Opt(help="Data-parallel processes on this machine.")] = None,
     deterministic: Annotated[bool, Opt("--deterministic", help="Repeatable GPU kernels, slower.")] = False,
-    skip_load_check: Annotated[bool, Opt("--skip-load-check", help="Train even if loaded weights score as random.")] = False,
+    skip_load_check: Annotated[
+        bool, Opt("--skip-load-check", help="Train even if loaded weights score as random.")
+    ] = False,
     dry_run: Annotated[bool, Opt("--dry-run", help="Print the plan and stop.")] = False,
     json: JsonFlag = False,
     debug: DebugFlag = False,
@@ -79,7 +81,10 @@ def cpt(
         raise InputError(what, "--recipe", "infir2 recipes list shows the recipes that run")
     plan = make_plan(config, chosen)
     if dry_run:
-        emit({"config": config, "plan": plan, "notes": notes, "recipe": chosen.hash}, lambda: _show_plan(config, plan, notes))
+        emit(
+            {"config": config, "plan": plan, "notes": notes, "recipe": chosen.hash},
+            lambda: _show_plan(config, plan, notes),
+        )
         return
     from infir2_core.launch.local import open_run
 
@@ -133,13 +138,17 @@ def _run(folder: RunFolder) -> tuple[int, dict[str, Any]]:
 
 def _show_plan(config: RunConfig, plan: Plan, notes: list[str]) -> None:
     gib = 2**30
+    origin = config.source.path or config.source.kind
     rows = [
         ["run", f"{config.runs}/{config.name}"],
-        ["model", f"{config.size}, {plan.parameters / 1e6:,.1f} M parameters, from {config.source.path or config.source.kind}"],
+        ["model", f"{config.size}, {plan.parameters / 1e6:,.1f} M parameters, from {origin}"],
         ["recipe", config.cpt.recipe],
         ["tokens", f"{plan.tokens:,} ({config.cpt.steps:,} steps of {plan.tokens_per_step:,})"],
         ["model FLOPs", f"{plan.flops:.3g}: {plan.flops / 400e12 / 86400:,.2f} device-days at 400 TFLOPS"],
-        ["memory a device", f"{plan.memory_bytes / gib:.2f} GB: state {plan.state_bytes / gib:.2f}, the rest activations"],
+        [
+            "memory a device",
+            f"{plan.memory_bytes / gib:.2f} GB: state {plan.state_bytes / gib:.2f}, the rest activations",
+        ],
         ["peak disk", f"{plan.peak_disk_bytes / gib:.2f} GB, {plan.checkpoint_bytes / gib:.2f} a checkpoint"],
         ["device", f"{config.device} x {config.ranks}"],
     ]

@@ -42,7 +42,9 @@ def show(
     recipe = load_recipe(name)
     who = {}
     for role in LINEARS:
-        policy = recipe.policy_for(role if role == "head" else f"layers.1.{role}", role, None if role == "head" else 1, 99)
+        policy = recipe.policy_for(
+            role if role == "head" else f"layers.1.{role}", role, None if role == "head" else 1, 99
+        )
         specs = {operand: recipe.spec(spec) for operand, spec in policy.operands().items()}
         who[role] = {o: s.label() if s else policy.operands()[o] for o, s in specs.items()}
 
@@ -54,7 +56,8 @@ def show(
         say(recipe.description)
         operands = list(next(iter(who.values())))
         table("", ["layer", *operands], [[role, *(who[role][o] for o in operands)] for role in who])
-        say(f"embedding, attention, norms, residuals: {recipe.compute}; optimizer: {_optimizer(recipe.optimizer.model_dump())}")
+        say(f"embedding, attention, norms, residuals: {recipe.compute}")
+        say(f"optimizer: {_optimizer(recipe.optimizer.model_dump())}")
         for rule in recipe.layers:
             say(f"rule: {rule.match} uses {rule.use}")
         for piece in recipe.missing():

@@ -5,7 +5,7 @@ A preset is the lowest layer of a run's settings: the project file and the comma
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ def list_presets() -> list[Preset]:
     return [load_preset(size) for size in SIZES]
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_preset(size: str) -> Preset:
     """The preset called `size`.
 

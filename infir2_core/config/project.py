@@ -141,7 +141,9 @@ def load_project(path: Path) -> ProjectFile:
         raise InputError("the project file has no format number", f"{path}:1", "begin it with: format = 1")
     if data["format"] != 1:
         place = f"{path}:{toml.locate(text, 'format')}"
-        raise InputError(f"project file format {data['format']!r} is unknown; this version reads format 1", place, "format = 1")
+        raise InputError(
+            f"project file format {data['format']!r} is unknown; this version reads format 1", place, "format = 1"
+        )
     project = toml.validate(ProjectFile, data, text, str(path), "project file")
     project._path, project._text = path.absolute(), text
     _check_recipe(project)

@@ -49,7 +49,9 @@ class ModelShape(Strict):
     def parameters(self) -> int:
         """Number of trained parameters, embedding and head included (a tied head counts once)."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = self.hidden * (q + 2 * kv) + (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.ffn + 2 * self.hidden
+        layer = (
+            self.hidden * (q + 2 * kv) + (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.ffn + 2 * self.hidden
+        )
         return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -95,23 +97,32 @@ class CptSettings(Strict):
     eval_iters: int = Field(gt=0)
     save_every: int = Field(gt=0)
     keep_last: int = Field(ge=1)
-    keep_every: int = Field(ge=0, description="checkpoints at multiples of this are kept until the decay is done; 0: none")
+    keep_every: int = Field(
+        ge=0, description="checkpoints at multiples of this are kept until the decay is done; 0: none"
+    )
     recompute: Literal["none", "selective", "full"]
     max_skips: int = Field(ge=0, description="non-finite steps in a row that are skipped before the run gives up")
 
     @model_validator(mode="after")
     def _check(self) -> CptSettings:
         if self.global_batch % self.micro_batch:
-            raise ValueError(f"global_batch ({self.global_batch}) must be a multiple of micro_batch ({self.micro_batch})")
+            raise ValueError(
+                f"global_batch ({self.global_batch}) must be a multiple of micro_batch ({self.micro_batch})"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr})")
-        if self.schedule != "constant" and self.warmup_steps + (self.decay_steps if self.schedule == "wsd" else 0) > self.steps:
+        if (
+            self.schedule != "constant"
+            and self.warmup_steps + (self.decay_steps if self.schedule == "wsd" else 0) > self.steps
+        ):
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) + decay_steps ({self.decay_steps}) exceed steps ({self.steps})"
             )
         parts = self.split.split(",")
         if len(parts) != 3 or not all(p.replace(".", "", 1).isdigit() for p in parts) or float(parts[0]) <= 0:
-            raise ValueError(f"split must be three shares for train, validation and test such as '90,5,5', got '{self.split}'")
+            raise ValueError(
+                f"split must be three shares for train, validation and test such as '90,5,5', got '{self.split}'"
+            )
         return self
 
 

@@ -1,8 +1,8 @@
 """TOML files in and out, with errors that name file, line and key.
 
-`tomllib` says where a syntax error is, but not where a key stands; `locate` finds that, so that a wrong value is reported
-as `infir2.toml:12`. `validate` turns a parsed file into a pydantic model and every problem of it into one `InputError`
-written for people. Nothing here knows what a key means.
+`tomllib` says where a syntax error is, but not where a key stands; `locate` finds that, so that a wrong value is
+reported as `infir2.toml:12`. `validate` turns a parsed file into a pydantic model and every problem of it into one
+`InputError` written for people. Nothing here knows what a key means.
 """
 
 from __future__ import annotations
@@ -51,17 +51,22 @@ def parse(text: str, where: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         found = re.search(r" \(at line (\d+), column (\d+)\)", message)
-        line, column = (int(found[1]), int(found[2])) if found else (text.count("\n") + 1, len(text.rpartition("\n")[2]) + 1)
+        line, column = (
+            (int(found[1]), int(found[2])) if found else (text.count("\n") + 1, len(text.rpartition("\n")[2]) + 1)
+        )
         reason = re.sub(r" \(at [^()]*\)$", "", message)
-        raise InputError(f"not valid TOML: {reason}", f"{where}:{line}:{column}", "strings need quotes: key = \"value\"") from error
+        raise InputError(
+            f"not valid TOML: {reason}", f"{where}:{line}:{column}", 'strings need quotes: key = "value"'
+        ) from error
 
 
 def locate(text: str, key: str | Key) -> int:
     """The line (from 1) on which `key` is set in valid TOML `text`.
 
-    `key` is dotted (`cpt.lr`) or a sequence of parts; a number counts `[[tables]]` or array elements from 0. Parsing ever
-    longer beginnings of the text lets `tomllib` decide what a line means, so quoted keys, dotted keys, inline tables and
-    values over several lines are all found. When `key` is not set, the line of the closest table around it; 1 if none.
+    `key` is dotted (`cpt.lr`) or a sequence of parts; a number counts `[[tables]]` or array elements from 0. Parsing
+    ever longer beginnings of the text lets `tomllib` decide what a line means, so quoted keys, dotted keys, inline
+    tables and values over several lines are all found. When `key` is not set, the line of the closest table around
+    it; 1 if none.
     """
     parts: list[str | int] = [*key.split(".")] if isinstance(key, str) else [*key]
     lines = text.splitlines()
@@ -89,7 +94,8 @@ def locate(text: str, key: str | Key) -> int:
 def validate(model: type[Model], data: dict[str, Any], text: str, where: str, what: str = "") -> Model:
     """`data`, parsed from `text`, as a `model`.
 
-    Types are strict (`"5"` and `true` are no numbers), except that a whole float such as `2e9` may stand for an integer.
+    Types are strict (`"5"` and `true` are no numbers), except that a whole float such as `2e9` may stand for an
+    integer.
 
     Args:
         where: the file, as shown to the user.

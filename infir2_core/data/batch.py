@@ -33,12 +33,19 @@ class Batch:
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [sequences + 1] cumulative lengths, as variable-length attention kernels take them."""
-        return torch.tensor([0, *self.lengths], dtype=torch.int32, device=self.tokens_T.device).cumsum(0, dtype=torch.int32)
+        return torch.tensor([0, *self.lengths], dtype=torch.int32, device=self.tokens_T.device).cumsum(
+            0, dtype=torch.int32
+        )
 
     def to(self, device: str | torch.device) -> Batch:
         """The same batch on another device; copies from pinned memory overlap with compute."""
-        move = [t.to(device, non_blocking=True) for t in (self.tokens_T, self.targets_T, self.weights_T, self.positions_T)]
-        return Batch(*move, self.lengths)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        tensors = (self.tokens_T, self.targets_T, self.weights_T, self.positions_T)
+        tokens, targets, weights, positions = map(move, tensors)
+        return Batch(tokens, targets, weights, positions, self.lengths)
 
 
 def rows_to_batch(rows: Sequence[Tensor]) -> Batch:

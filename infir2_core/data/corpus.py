@@ -243,6 +243,5 @@ class _Ids:
     """Stands in for a tokenizer where Megatron asks for one: the corpus holds ids already, and none is padding."""
 
     vocab_size = None
-    pad = -1
-    eod = -1
+    pad, eod = -1, -2
     unique_identifiers: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """The engine for a CPU, one GPU, or data-parallel ranks of one box: replicated weights, summed gradients.
 
-One optimizer step is: every microbatch forward and backward (gradients add up in float32), one sum over ranks, AdamW. The
-loss is a mean over the tokens of the whole global batch, whatever the microbatches hold. Checkpoints name tensors as
-Hugging Face does, so that they load into any layout of the same model.
+One optimizer step is: every microbatch forward and backward (gradients add up in float32), one sum over ranks, AdamW.
+The loss is a mean over the tokens of the whole global batch, whatever the microbatches hold. Checkpoints name tensors
+as Hugging Face does, so that they load into any layout of the same model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class NativeEngine:
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         self.ranks.sum([loss, *(p.grad for p in self.model.parameters() if p.grad is not None)])
-        self.ranks.largest(state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values())
+        self.ranks.largest(
+            state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values()
+        )
         norm, skipped = self.optimizer.step(lr)
         self.model.end_step()
         counters = [layer.nonfinite_blocks for _, layer in self.model.linears()]
@@ -139,7 +141,9 @@ class NativeEngine:
             if name not in tensors:
                 raise InputError(f"the checkpoint has no tensor '{name}'", where)
             if tensors[name].shape != target.shape:
-                raise InputError(f"'{name}' is {list(tensors[name].shape)}, this model needs {list(target.shape)}", where)
+                raise InputError(
+                    f"'{name}' is {list(tensors[name].shape)}, this model needs {list(target.shape)}", where
+                )
             target.copy_(tensors[name])
         if optimizer:
             self.optimizer.updates = int(state["updates"])

@@ -1,7 +1,8 @@
 """The processes of one run and the few collectives they need: sums, maxima and barriers.
 
-With one rank every method is local and nothing is initialised. With several, torch.distributed runs over NCCL on GPUs and
-gloo elsewhere; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say who is who, as torchrun and Slurm set them.
+With one rank every method is local and nothing is initialised. With several, torch.distributed runs over NCCL on GPUs
+and gloo elsewhere; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say who is who, as torchrun and Slurm
+set them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Ranks:
     rank: int = 0
     world: int = 1
     device: str = "cpu"
-    host_group: Any = None  # gloo, for barriers from the checkpoint thread
+    # Two gloo groups: collectives of the loop and barriers of the saving thread must not be paired with each other.
+    host_group: Any = None
+    save_group: Any = None
 
     @staticmethod
     def join(world: int, device: str) -> Ranks:
@@ -37,8 +40,8 @@ class Ranks:
         if device == "cuda":
             torch.cuda.set_device(local)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world, timeout=TIMEOUT)
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return Ranks(rank, world, f"cuda:{local}" if device == "cuda" else device, group)
+        groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)]
+        return Ranks(rank, world, f"cuda:{local}" if device == "cuda" else device, *groups)
 
     def leave(self) -> None:
         """Ends the process group."""
@@ -66,6 +69,11 @@ class Ranks:
         return bool(value.item())
 
     def barrier(self) -> None:
-        """Waits for all ranks, on the host; safe from another thread than the training loop's."""
+        """Waits for all ranks, on the host. For the training loop's thread."""
         if self.world > 1:
             dist.barrier(group=self.host_group)
+
+    def save_barrier(self) -> None:
+        """Waits for the saving threads of all ranks."""
+        if self.world > 1:
+            dist.barrier(group=self.save_group)

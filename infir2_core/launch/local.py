@@ -1,7 +1,7 @@
 """Runs a plan on this machine: the run folder, then one process a rank.
 
-The folder is complete before anything trains: config.toml and recipe.json are all that a rank reads. Rank 0 is this process;
-other ranks are children that start from the same folder.
+The folder is complete before anything trains: config.toml and recipe.json are all that a rank reads. Rank 0 is this
+process; other ranks are children that start from the same folder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
     except PermissionError as error:
         raise InputError("no permission to write here", str(folder), "choose another --runs folder") from error
     except OSError as error:
-        raise MachineError(f"the run folder cannot be written: {error.strerror}", str(folder), "free some disk space") from error
+        raise MachineError(
+            f"the run folder cannot be written: {error.strerror}", str(folder), "free some disk space"
+        ) from error
     return RunFolder(folder, config, recipe, "new")
 
 
@@ -132,7 +134,9 @@ class Workers:
                 continue
             if code not in (0, 75):
                 where = str(self.attempt / f"rank-{rank}.log")
-                return MachineError(f"rank {rank} ended with exit code {code}", where, "the same command resumes the run")
+                return MachineError(
+                    f"rank {rank} ended with exit code {code}", where, "the same command resumes the run"
+                )
         return error
 
     def close(self, failed: bool) -> None:

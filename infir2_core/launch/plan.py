@@ -1,4 +1,6 @@
-"""What a run will take before it starts: tokens, memory a device, disk. Formulas, each with its source, no measurements."""
+"""What a run will take before it starts: tokens, memory a device, disk. Formulas, each with its source, no
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ class Plan:
 def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     """Figures for `config`.
 
-    - state: float32 master, two moments and gradient, 16 bytes a parameter, and the copy that GEMMs read (codes, bf16, or
+    - state: float32 master, two moments and gradient, 16 bytes a parameter, and the copy that GEMMs read (codes,
+    bf16, or
       none in float32)
-    - activations: what backward keeps of one microbatch, per layer and token (reference/performance: 10 h + qkv + 6 f bytes
+    - activations: what backward keeps of one microbatch, per layer and token (reference/performance: 10 h + qkv + 6 f
+    bytes
       pairs for bf16; linear inputs are one byte in FP8), with the largest set of temporaries beside it
     - disk: a checkpoint holds master and moments, and one more than is kept exists while it is written
     """
@@ -45,7 +49,9 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     narrow = 1 if recipe.uses_fp8 else wide
     attend = wide * (2 * shape.hidden + 2 * q + 2 * kv + q) + narrow * (shape.hidden + q)
     feed = wide * (shape.hidden + 2 * shape.ffn) + narrow * (shape.hidden + shape.ffn)
-    kept = {"none": attend + feed, "selective": attend + wide * shape.hidden, "full": wide * shape.hidden}[cpt.recompute]
+    kept = {"none": attend + feed, "selective": attend + wide * shape.hidden, "full": wide * shape.hidden}[
+        cpt.recompute
+    ]
     once = (attend + feed) if cpt.recompute == "full" else feed if cpt.recompute == "selective" else 0
     temporaries = 4 * 3 * 2 * shape.ffn + once
     head = min(tokens * shape.vocab * 4, 1 << 30) * 3

@@ -1,8 +1,8 @@
 """The Qwen2.5 decoder on flat batches: embedding, blocks of attention and SwiGLU, norm, head.
 
-Tensor letters: T tokens of all packed sequences, D hidden, F feed-forward, H query heads, G key/value heads, d head_dim,
-V vocabulary. q, k, v are one linear, gate and up another, so that their common input is quantised once; `hf_layout` says
-which rows of which parameter carry which Hugging Face name.
+Tensor letters: T tokens of all packed sequences, D hidden, F feed-forward, H query heads, G key/value heads, d
+head_dim, V vocabulary. q, k, v are one linear, gate and up another, so that their common input is quantised once;
+`hf_layout` says which rows of which parameter carry which Hugging Face name.
 
 Parameters are float32 masters. In a bf16 recipe every use rounds the master to bf16 first: activations, residuals and
 what is exported are bf16; norms, softmax and the loss compute in float32.
@@ -59,7 +59,9 @@ class Block(nn.Module):
     def attend(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """The attention half without its residual, [T, D]."""
         s = self.shape
-        heads = self.qkv(rmsnorm(x_TD, rounded(self.norm1, x_TD), s.norm_eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
+        heads = self.qkv(rmsnorm(x_TD, rounded(self.norm1, x_TD), s.norm_eps)).view(
+            -1, s.heads + 2 * s.kv_heads, s.head_dim
+        )
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         out = attention(rope(q, cos, sin), rope(k, cos, sin), v, lengths)
         return self.o(out.reshape(-1, s.heads * s.head_dim))  # type: ignore[no-any-return]

@@ -41,9 +41,13 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in entries.items()}
     if not (folder / SINGLE).is_file():
         found = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights"
-        raise InputError(f"no safetensors weights (found {found})", str(folder), "only safetensors are read; convert with transformers")
+        raise InputError(
+            f"no safetensors weights (found {found})",
+            str(folder),
+            "only safetensors are read; convert with transformers",
+        )
     with _open(folder / SINGLE) as file:
-        return {name: folder / SINGLE for name in file.keys()}  # noqa: SIM118 - not a dict
+        return {name: folder / SINGLE for name in file.keys()}
 
 
 def read_tensors(folder: Path, names: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
@@ -65,7 +69,9 @@ def load_hf(model: Decoder, folder: Path) -> None:
         InputError: a tensor is missing, has another shape or an integer dtype, or is left over.
     """
     files, wanted = weight_files(folder), model.hf_views()
-    ignored = {n for n in files if n.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if model.shape.tied else set())
+    ignored = {n for n in files if n.endswith("rotary_emb.inv_freq")} | (
+        {"lm_head.weight"} if model.shape.tied else set()
+    )
     if missing := sorted(set(wanted) - set(files)):
         raise InputError(f"{len(missing)} tensors are missing, the first is '{missing[0]}'", str(folder))
     if extra := sorted(set(files) - set(wanted) - ignored):
@@ -73,7 +79,9 @@ def load_hf(model: Decoder, folder: Path) -> None:
     for name, tensor in read_tensors(folder, {n: p for n, p in files.items() if n in wanted}):
         target = wanted[name]
         if tensor.shape != target.shape:
-            raise InputError(f"'{name}' has shape {list(tensor.shape)}, the config says {list(target.shape)}", str(files[name]))
+            raise InputError(
+                f"'{name}' has shape {list(tensor.shape)}, the config says {list(target.shape)}", str(files[name])
+            )
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             hint = "load the bf16 model: this one is quantised" if tensor.itemsize == 1 else ""
             raise InputError(f"'{name}' has dtype {tensor.dtype}, expected bf16, fp16 or fp32", str(files[name]), hint)

@@ -2,9 +2,10 @@
 
     fprop  y = Q(x) . Q(w)^T     dgrad  dx = Q(g) . Q(w)     wgrad  dw = Q(g)^T . Q(x)
 
-The weight is kept as a float32 master; what is quantised is that master rounded to the compute dtype, the same bf16 numbers
-that are exported. Its codes are made once per optimizer step. For backward the layer keeps the wgrad copy of its input,
-made in the forward from the same bf16 source: codes and scales, never the bf16 input itself, when the policy quantises it.
+The weight is kept as a float32 master; what is quantised is that master rounded to the compute dtype, the same bf16
+numbers that are exported. Its codes are made once per optimizer step. For backward the layer keeps the wgrad copy of
+its input, made in the forward from the same bf16 source: codes and scales, never the bf16 input itself, when the
+policy quantises it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Chooses the implementation of each GEMM and remembers which one ran.
 
-Today every GEMM runs in `reference`; where a faster kernel matches (spec, device, shape) it will be chosen here. The ledger
-is what the FP8 report after the first microbatch is made of: a run that asked for FP8 and executed none must not go on.
+Today every GEMM runs in `reference`; where a faster kernel matches (spec, device, shape) it will be chosen here. The
+ledger is what the FP8 report after the first microbatch is made of: a run that asked for FP8 and executed none must
+not go on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW with decoupled weight decay on float32 masters, clip by global norm, and the finiteness check, on the device.
 
-The arithmetic is torch's fused AdamW: p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps). Clipping goes in as its gradient scale and
-a non-finite gradient as its `found_inf`, so that neither needs an answer on the host before the step.
+The arithmetic is torch's fused AdamW: p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps). Clipping goes in as its gradient
+scale and a non-finite gradient as its `found_inf`, so that neither needs an answer on the host before the step.
 """
 
 from __future__ import annotations

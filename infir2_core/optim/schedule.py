@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step, in Megatron-LM's convention.
 
-The optimizer step numbered s (counting from 1) uses `learning_rate(settings, s - 1)`: the rate depends on the steps already
-done, so the very first step of a warm-up has rate 0, as upstream's runs have. Equal to megatron-core's
+The optimizer step numbered s (counting from 1) uses `learning_rate(settings, s - 1)`: the rate depends on the steps
+already done, so the very first step of a warm-up has rate 0, as upstream's runs have. Equal to megatron-core's
 OptimizerParamScheduler at every step (tests/unit/test_schedule.py).
 """
 

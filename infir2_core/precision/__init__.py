@@ -1,1 +1,3 @@
-"""What is quantised, as plain data: formats, scales, specs (spec.py) and whole recipes (recipe.py). No kernels, no torch."""
+"""What is quantised, as plain data: formats, scales, specs (spec.py) and whole recipes (recipe.py). No kernels, no
+torch.
+"""

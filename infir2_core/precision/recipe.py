@@ -1,9 +1,9 @@
 """A low-precision recipe as data: which operand of which GEMM of which layer gets which `QSpec`.
 
-A recipe is one TOML file in recipes/ (or a path given by the user). It names its specs, groups them into policies (what the
-three GEMMs of a linear use), and assigns policies to layers by ordered rules, of which the first match wins. It also says
-what optimizer state, saved activations, communication and rollout use. `missing()` tells which pieces no code here
-implements yet, so that a plan is refused before it starts. No arithmetic, no torch.
+A recipe is one TOML file in recipes/ (or a path given by the user). It names its specs, groups them into policies
+(what the three GEMMs of a linear use), and assigns policies to layers by ordered rules, of which the first match
+wins. It also says what optimizer state, saved activations, communication and rollout use. `missing()` tells which
+pieces no code here implements yet, so that a plan is refused before it starts. No arithmetic, no torch.
 
     fprop  y = x . w^T      contraction over input features
     dgrad  dx = g . w       contraction over output features
@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import json
 import tomllib
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,15 +81,17 @@ def plain(name: str) -> Policy:
 class Rule(Data):
     """Layers that `match` use a policy.
 
-    `match` is a role (`head`, `down`, ...), a glob over module names (`layers.*.down`), `first:N` or `last:N` blocks, or
-    `spike:TAU` (layers whose calibrated activation amax exceeds TAU times the median; needs calibration).
+    `match` is a role (`head`, `down`, ...), a glob over module names (`layers.*.down`), `first:N` or `last:N` blocks,
+    or `spike:TAU` (layers whose calibrated activation amax exceeds TAU times the median; needs calibration).
     """
 
     match: str
     use: str
 
     def hits(self, name: str, role: str, index: int | None, layers: int) -> bool:
-        """Whether the layer called `name` with `role`, in block `index` (None outside the stack) of `layers`, matches."""
+        """Whether the layer called `name` with `role`, in block `index` (None outside the stack) of `layers`,
+        matches.
+        """
         kind, _, value = self.match.partition(":")
         if kind == "first" and value:
             return index is not None and index < int(value)
@@ -166,9 +168,9 @@ class Recipe(Data):
                 if spec not in known:
                     raise ValueError(f"policy.{policy_name}.{operand} = '{spec}': no such spec. {nearest(spec, known)}")
         policies = set(self.policy) | set(HIGH)
-        for user in (*self.layers, *self.phases):
-            if user.use not in policies:
-                raise ValueError(f"use = '{user.use}': no such policy. {nearest(user.use, policies)}")
+        for use in self._uses():
+            if use not in policies:
+                raise ValueError(f"use = '{use}': no such policy. {nearest(use, policies)}")
         return self
 
     @property
@@ -205,8 +207,10 @@ class Recipe(Data):
 
     def used(self) -> dict[str, Policy]:
         """Every policy that some layer may get, by name."""
-        names = ["default"] + [u.use for u in (*self.layers, *self.phases)]
-        return {n: self._policy(n) for n in names}
+        return {name: self._policy(name) for name in ["default", *self._uses()]}
+
+    def _uses(self) -> list[str]:
+        return [rule.use for rule in self.layers] + [phase.use for phase in self.phases]
 
     def missing(self) -> list[str]:
         """Pieces of this recipe that no code here implements; empty when it can run."""
@@ -220,7 +224,9 @@ class Recipe(Data):
 
     def to_json(self) -> str:
         """Canonical JSON, as stored in run folders and checkpoints."""
-        return json.dumps(self.model_dump(mode="json", by_alias=True, exclude_none=True) | {"hash": self.hash}, indent=1)
+        return json.dumps(
+            self.model_dump(mode="json", by_alias=True, exclude_none=True) | {"hash": self.hash}, indent=1
+        )
 
 
 def parse(text: str, where: str) -> Recipe:
@@ -236,7 +242,9 @@ def parse(text: str, where: str) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"recipe key '{key}': {first['msg']}", where, "infir2 recipes show infir2 prints a valid one") from error
+        raise InputError(
+            f"recipe key '{key}': {first['msg']}", where, "infir2 recipes show infir2 prints a valid one"
+        ) from error
 
 
 def list_recipes() -> list[str]:
@@ -244,7 +252,7 @@ def list_recipes() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_recipe(name: str) -> Recipe:
     """A shipped recipe by name, or any recipe by the path of its TOML file.
 

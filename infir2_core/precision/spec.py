@@ -4,8 +4,10 @@ A leaf of the import graph: plain frozen data that recipes are written in and th
 tensors. Terms, as the field uses them:
 
 - *format*: the set of values a code can take (`e4m3`: 1 sign, 4 exponent, 3 mantissa bits).
-- *block*: the group of elements that share one scale, seen with the contraction axis of the GEMM last. `[1, 128]` is 128
-  elements along the contraction of one row, `[128, 128]` a square, `row` the whole contraction axis, `tensor` everything.
+- *block*: the group of elements that share one scale, seen with the contraction axis of the GEMM last. `[1, 128]` is
+128
+  elements along the contraction of one row, `[128, 128]` a square, `row` the whole contraction axis, `tensor`
+  everything.
 - *encode scale* multiplies a value before the cast; the *decode scale* that is stored is its inverse.
 - *amax*: the largest magnitude in a block.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -50,7 +52,7 @@ class Format(Data):
         """The largest finite magnitude (448 for E4M3, 57344 for E5M2, 6 for E2M1, 127 for INT8)."""
         return max(v for v in self.values() if math.isfinite(v))
 
-    @lru_cache(maxsize=None)  # noqa: B019 - a handful of formats exist, all of them for ever
+    @cache  # noqa: B019 - a handful of formats exist, all of them for ever
     def values(self) -> tuple[float, ...]:
         """The value of every code 0 .. 2**bits - 1 (sign bit highest), NaN and infinities included."""
         if self.kind == "int":
@@ -73,7 +75,7 @@ class Format(Data):
         return math.ldexp(1.0 + fraction, exponent - self.bias)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_format(name: str) -> Format:
     """`e4m3`, `e5m2` (both OCP), any other `eXmY`, or `intN`.
 
@@ -96,7 +98,9 @@ def parse_format(name: str) -> Format:
 
 
 class Transform(Data):
-    """A change of basis before quantisation: `hadamard` (of `size` along `axis`), `power` (COAT), `smooth`, `logmap`."""
+    """A change of basis before quantisation: `hadamard` (of `size` along `axis`), `power` (COAT), `smooth`,
+    `logmap`.
+    """
 
     kind: Literal["hadamard", "power", "smooth", "logmap"]
     size: int = 0

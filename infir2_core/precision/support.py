@@ -1,7 +1,8 @@
 """Which pieces of the recipe grammar the code implements today.
 
-The grammar (spec.py, recipe.py) is wider than the code on purpose: every published system can be written down, compared and
-hashed. A recipe that needs more than is listed here is refused at plan time, by the names of the missing pieces.
+The grammar (spec.py, recipe.py) is wider than the code on purpose: every published system can be written down,
+compared and hashed. A recipe that needs more than is listed here is refused at plan time, by the names of the missing
+pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def missing_pieces(recipe: Recipe) -> list[str]:
                 found += _spec(spec)
         if policy.accumulate not in ("fp32", "promote(128)"):
             found.append(f"accumulation {policy.accumulate}")
-    found += [f"layer rule '{rule.match}' (needs calibration)" for rule in recipe.layers if rule.match.startswith("spike:")]
+    found += [
+        f"layer rule '{rule.match}' (needs calibration)" for rule in recipe.layers if rule.match.startswith("spike:")
+    ]
     for key in ("m", "v", "master", "main_grad"):
         if (value := getattr(recipe.optimizer, key)) != "fp32":
             found.append(f"optimizer.{key} = {value}")

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infir2_core.errors import UsageError
-from infir2_core.report.curves import differences, smooth
-from infir2_core.runs import Run, values
+from ..errors import UsageError
+from ..runs import Run, values
+from .curves import differences, smooth
 
 LAST = 5
 ROWS = 8  # steps shown in the table of losses

@@ -12,8 +12,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from infir2_core.errors import InputError
-from infir2_core.runs import Run, values
+from ..errors import InputError
+from ..runs import Run, values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infir2_core.errors import STOPPED, InputError
-from infir2_core.report.compare import flat_settings, folder_size
-from infir2_core.report.curves import png
-from infir2_core.runs import Attempt, Run, Summary, attempts, read_run, summarise
-from infir2_core.train.manifest import check_sizes, read_manifest
+from ..errors import STOPPED, InputError
+from ..runs import Attempt, Run, Summary, attempts, read_run, summarise
+from ..train.manifest import check_sizes, read_manifest
+from .compare import flat_settings, folder_size
+from .curves import png
 
 FILE = "report.html"
 STYLE = """

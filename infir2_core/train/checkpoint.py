@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infir2_core.errors import Infir2Error, InputError, MachineError, nearest
-from infir2_core.train import manifest
-from infir2_core.train.fault_points import fault_point
-from infir2_core.train.shards import DTYPES, NAMES, Shard, ShardFile, size_of, write_file
+from ..errors import Infir2Error, InputError, MachineError, nearest
+from . import manifest
+from .fault_points import fault_point
+from .shards import DTYPES, NAMES, Shard, ShardFile, size_of, write_file
 
 WRITING, REPLACED, RETIRED = ".tmp", ".replaced.tmp", ".retired.tmp"
 MARGIN = 1 << 20  # room asked for beside the tensors: headers, manifest, directory blocks

@@ -1,7 +1,7 @@
 """Non-finite values: where they come from, and a way for tests to plant them.
 
-A single non-finite step is skipped. When a run gives up, the batch of the last bad step is saved and run again with every
-layer watched, so that the error names a layer and not just a number.
+A single non-finite step is skipped. When a run gives up, the batch of the last bad step is saved and run again with
+every layer watched, so that the error names a layer and not just a number.
 """
 
 from __future__ import annotations

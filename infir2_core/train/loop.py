@@ -3,9 +3,9 @@
     prepare: lock the run folder, build data and engine, resume from the newest intact checkpoint or start
     for each step: batches -> engine.train_step -> log -> maybe evaluate -> maybe save -> maybe stop
 
-The order inside a step is what makes a resumed run equal to an uninterrupted one: a step is logged and evaluated before it is
-saved, and everything logged after the checkpoint that a resume starts from is dropped. Whoever watches (a terminal, a test)
-gets events through `Watcher`; nothing here prints.
+The order inside a step is what makes a resumed run equal to an uninterrupted one: a step is logged and evaluated before
+it is saved, and everything logged after the checkpoint that a resume starts from is dropped. Whoever watches (a
+terminal, a test) gets events through `Watcher`; nothing here prints.
 """
 
 from __future__ import annotations
@@ -100,7 +100,12 @@ class Run:
         self.engine = NativeEngine(self.config, self.recipe, self.ranks)
         plant_nan(self.engine.model, lambda: self.position.step + 1)
         self.store = CheckpointStore(
-            self.folder / "checkpoints", cpt.keep_last, cpt.keep_every, self.ranks.rank, self.ranks.world, self.ranks.barrier
+            self.folder / "checkpoints",
+            cpt.keep_last,
+            cpt.keep_every,
+            self.ranks.rank,
+            self.ranks.world,
+            self.ranks.save_barrier,
         )
         resumed = self._restore()
         corpus = self._open_data()
@@ -139,7 +144,7 @@ class Run:
         self.ranks.barrier()
         newest, damaged = self.store.newest()
         for reason in damaged:
-            self.watcher.note(f"checkpoint {reason} is damaged and was passed over")
+            self.watcher.note(f"checkpoint passed over: {reason}")
         if newest is not None:
             loaded = self.store.load(newest)
             self.engine.load(loaded.tensors, loaded.state["engine"], optimizer=True, where=str(newest))
@@ -147,7 +152,9 @@ class Run:
             self.watcher.note(f"resuming {self.config.name} at step {self.position.step}")
             return True
         if damaged:
-            raise InputError("every checkpoint of this run is damaged", str(self.store.folder), "start again with --new")
+            raise InputError(
+                "every checkpoint of this run is damaged", str(self.store.folder), "start again with --new"
+            )
         self._start()
         return False
 
@@ -163,7 +170,9 @@ class Run:
             self.engine.load(loaded.tensors, loaded.state["engine"], source.optimizer, str(path))
             if source.optimizer:
                 earlier = Position(**loaded.state["position"])
-                self.position = Position(samples=earlier.samples, train_samples=earlier.train_samples, tokens=earlier.tokens)
+                self.position = Position(
+                    samples=earlier.samples, train_samples=earlier.train_samples, tokens=earlier.tokens
+                )
         for _, layer in self.engine.model.linears():
             layer.drop_codes()
 
@@ -222,7 +231,8 @@ class Run:
 
     def _record(self, result: StepResult, lr: float, tokens: int, elapsed: float) -> dict[str, Any]:
         rate = tokens / elapsed
-        record = {
+        tflops = rate * self.config.model.flops_per_token(self.config.cpt.seq_len) / 1e12
+        record: dict[str, Any] = {
             "kind": "step",
             "step": self.position.step,
             "loss": result.loss,
@@ -230,7 +240,7 @@ class Run:
             "grad_norm": result.grad_norm,
             "tokens": self.position.tokens,
             "tok_per_s": round(rate, 1),
-            "tflops": round(rate * self.config.model.flops_per_token(self.config.cpt.seq_len) / 1e12, 4),
+            "tflops": round(tflops, 4),
             "step_ms": round(elapsed * 1e3, 2),
             "skipped": result.skipped,
             "nonfinite_blocks": result.nonfinite_blocks,
@@ -240,7 +250,7 @@ class Run:
             record["memory_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
             name = torch.cuda.get_device_name()
             peak = next((p for card, p in PEAK_TFLOPS.items() if card in name), None)
-            record["peak_share"] = round(record["tflops"] / (peak * self.ranks.world), 4) if peak else None
+            record["peak_share"] = round(tflops / (peak * self.ranks.world), 4) if peak else None
         else:
             import psutil
 
@@ -255,7 +265,13 @@ class Run:
         for i in range(cpt.eval_iters):
             batches += self._microbatches(lambda index: valid[index % len(valid)], i * cpt.global_batch)
         loss = self.engine.evaluate(batches)
-        record = {"kind": "eval", "step": self.position.step, "loss": loss, "tokens": self.position.tokens, "time": time.time()}
+        record = {
+            "kind": "eval",
+            "step": self.position.step,
+            "loss": loss,
+            "tokens": self.position.tokens,
+            "time": time.time(),
+        }
         if log is not None:
             log.append(record)
         self.watcher.evaluated(record)
@@ -268,13 +284,17 @@ class Run:
         limit = math.log(self.config.model.vocab)
         if not loss < UNTRAINED * limit:
             raise InputError(
-                f"the loaded weights score {loss:.2f} nats a token; a model that knows nothing scores ln(vocabulary) = {limit:.2f}",
+                f"the loaded weights score {loss:.2f} nats a token, as untrained ones do: ln(vocabulary) = {limit:.2f}",
                 source.path,
                 "check that tokenizer and weights belong together, or pass --skip-load-check to train anyway",
             )
 
     def _save(self) -> None:
-        self.store.save(self.position.step, self.engine.tensors(), {"position": self.position.state(), "engine": self.engine.state()})
+        self.store.save(
+            self.position.step,
+            self.engine.tensors(),
+            {"position": self.position.state(), "engine": self.engine.state()},
+        )
         self.store.retire(decay_done(self.config.cpt, self.position.step))
 
     def _give_up(self, batches: list[Batch]) -> None:
@@ -284,5 +304,5 @@ class Run:
         raise DivergedError(
             f"{self.position.skips} steps in a row were not finite; the trouble begins in {offender}",
             f"step {self.position.step}; its batch is kept in {path}",
-            f"go back to an earlier checkpoint with a lower --lr, or another --recipe; --max-skips is {self.config.cpt.max_skips}",
+            f"start from an earlier checkpoint with a lower --lr (--max-skips is {self.config.cpt.max_skips})",
         )

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from infir2_core.errors import InputError
+from ..errors import InputError
 
 FORMAT = 1
 NAME = "manifest.json"

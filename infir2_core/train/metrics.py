@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infir2_core.errors import InputError, MachineError
+from ..errors import InputError, MachineError
 
 if TYPE_CHECKING:
     from types import TracebackType

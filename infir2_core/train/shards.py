@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infir2_core.errors import InputError
+from ..errors import InputError
 
 CHUNK = 1 << 24  # bytes written and hashed at a time: large enough that both release the interpreter lock for long
 
@@ -160,6 +160,8 @@ class ShardFile:
         if dtype != into.dtype or shape[1:] != tuple(into.shape[1:]):
             raise InputError(f"tensor '{name}' is {dtype} {list(shape)}, not what the manifest says", str(self.path))
         target = raw_bytes(into)
+        if not target:
+            return
         with self.path.open("rb") as file:
             file.seek(self.start + self.header[name]["data_offsets"][0] + first * width)
             if file.readinto(target) != len(target):

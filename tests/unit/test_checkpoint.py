@@ -144,6 +144,17 @@ def test_shards_load_whole_or_by_rows_at_any_world_size(tmp_path: Path, written:
                 assert torch.equal(part[name], full[name][shard.offset : shard.offset + shard.rows])
 
 
+def test_empty_parts_are_read_too(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"w": torch.ones(5, 2), "narrow": torch.ones(4, 0)}, {}, blocking=True)
+    only = {"w": Shard(3, 0, (5, 2)), "narrow": Shard(1, 2, (4, 0))}
+    assert {n: tuple(t.shape) for n, t in store.load(tmp_path / "step-00000001", only).tensors.items()} == {
+        "w": (0, 2),
+        "narrow": (2, 0),
+    }
+    assert store.load(tmp_path / "step-00000001").tensors["narrow"].shape == (4, 0)
+
+
 def test_row_shards_partition_the_rows_on_block_borders() -> None:
     for rows in range(0, 40):
         for world in range(1, 6):

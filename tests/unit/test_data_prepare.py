@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,14 @@ def test_another_tokenizer_or_key_is_another_corpus(tmp_path: Path) -> None:
     assert stored(prefix) == [[*tokenizer.encode("one"), tokenizer.eod]]
 
 
+def test_a_tokenizer_that_moved_is_the_same_tokenizer(tmp_path: Path) -> None:
+    source, prefix = jsonl(tmp_path / "a.jsonl", ["one"]), tmp_path / "c"
+    prepare([str(source)], str(prefix), str(train_bpe(tmp_path / "here")))
+    moved = str((tmp_path / "here").rename(tmp_path / "there"))
+    assert prepare([str(source)], str(prefix), moved)["already"]
+    assert json.loads(Path(f"{prefix}.json").read_text())["tokenizer"]["ref"] == moved
+
+
 @pytest.mark.parametrize("damage", ["bin", "idx", "json", "index"])
 def test_a_damaged_corpus_is_made_again(tmp_path: Path, damage: str) -> None:
     source, prefix = jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "c"
@@ -145,7 +154,8 @@ def test_a_damaged_corpus_is_made_again(tmp_path: Path, damage: str) -> None:
 
 SCRIPT = """
 import sys
-from infir2_core.data import prepare as p
+from infir2_core.data import parts as p
+from infir2_core.data.prepare import prepare
 if __name__ == "__main__":
     real = p._tokenise
     def slow(*args):
@@ -155,7 +165,7 @@ if __name__ == "__main__":
         time.sleep(0.3)
         return count
     p._tokenise = slow  # inline when workers is 1; worker processes import the real one
-    p.prepare([sys.argv[1]], sys.argv[2], workers=int(sys.argv[3]))
+    prepare([sys.argv[1]], sys.argv[2], workers=int(sys.argv[3]))
 """
 
 
@@ -218,20 +228,18 @@ def test_killed_between_renames_never_lies(tmp_path: Path, monkeypatch: pytest.M
     assert bytes(stored(prefix)[0][:-1]) == b"one"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
-    ("bad", "message", "hint"),
+    ("bad", "message", "hint", "workers"),
     [
-        ("{broken", "not JSON", "line 9001"),
-        ('["text"]', "not a JSON object", "every line"),
-        ('{"texte": "x"}', "no key 'text'", "'texte'"),
-        ('{"text": 5}', "'text' is int", "--text-key"),
-        ('{"text": "\xff"}', "not JSON", "line 9001"),
+        ("{broken", "not JSON", "line 9001", 1),
+        ("{broken", "not JSON", "line 9001", 2),
+        ('["text"]', "not a JSON object", "every line", 1),
+        ('{"texte": "x"}', "no key 'text'", "'texte'", 1),
+        ('{"text": 5}', "'text' is int", "--text-key", 1),
+        ('{"text": "\xff"}', "not JSON", "line 9001", 1),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, workers: int, bad: str, message: str, hint: str) -> None:
-    if workers == 2 and not bad.startswith("{broken"):
-        pytest.skip("one error is enough to show that it crosses the process border")
+def test_a_bad_line_is_named(tmp_path: Path, bad: str, message: str, hint: str, workers: int) -> None:
     lines = large_jsonl(tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
     source = tmp_path / "b.jsonl"
     source.write_bytes(b"".join([*lines[:9000], bad.encode("latin-1") + b"\n", *lines[9000:]]))
@@ -266,7 +274,7 @@ def test_limit_is_part_of_the_content(tmp_path: Path) -> None:
 
 def test_too_little_room_is_said_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = jsonl(tmp_path / "a.jsonl", ["one"])
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: os.terminal_size((0, 0)) and type("U", (), {"free": 10}))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(MachineError, match="no room on disk: about") as error:
         prepare([str(source)], str(tmp_path / "c"))
     assert error.value.exit_code == 4 and "--limit-mb" in error.value.hint
@@ -286,7 +294,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", ["one"])
-    with pytest.raises(InputError, match="cannot read or write here: Not a directory"):
+    with pytest.raises(InputError, match="cannot read or write here"):
         prepare([str(source)], str(source / "c"))
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)

@@ -29,11 +29,15 @@ def test_cast_rounds_to_nearest_even_at_every_code_and_midpoint(name: str) -> No
     finite = sorted({v for v in fmt.values() if math.isfinite(v) and v >= 0})
     codes = {v: c for c, v in reversed(list(enumerate(fmt.values()))) if math.isfinite(v) and c < 128}
     values = torch.tensor(finite)
-    assert torch.equal(cast(values.clone(), name).view(torch.uint8), torch.tensor([codes[v] for v in finite], dtype=torch.uint8))
+    assert torch.equal(
+        cast(values.clone(), name).view(torch.uint8), torch.tensor([codes[v] for v in finite], dtype=torch.uint8)
+    )
     for low, high in zip(finite, finite[1:], strict=False):
         middle = (low + high) / 2
         even = low if codes[low] % 2 == 0 else high
-        probe = torch.tensor([middle, math.nextafter(middle, 0), math.nextafter(middle, math.inf)], dtype=torch.float64).float()
+        probe = torch.tensor(
+            [middle, math.nextafter(middle, 0), math.nextafter(middle, math.inf)], dtype=torch.float64
+        ).float()
         probe[1], probe[2] = torch.nextafter(probe[0], torch.tensor(0.0)), torch.nextafter(probe[0], torch.tensor(1e9))
         expected = [codes[even], codes[low], codes[high]]
         assert cast(probe.clone(), name).view(torch.uint8).tolist() == expected, (low, high)

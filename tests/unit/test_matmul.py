@@ -1,4 +1,6 @@
-"""The reference GEMM against float64, against the blockwise definition, and against TransformerEngine's linear layer."""
+"""The reference GEMM against float64, against the blockwise definition, and against TransformerEngine's linear
+layer.
+"""
 
 from pathlib import Path
 
@@ -29,8 +31,8 @@ def operand(rows: int, depth: int, block: tuple[int, int], scale: str, seed: int
 @pytest.mark.parametrize("m,n,k", [(16, 24, 128), (33, 7, 300), (5, 130, 1), (64, 64, 1000)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_gemm_is_within_the_accumulation_bound(scale: str, m: int, n: int, k: int, axis: int) -> None:
-    """Bound: K products and K - 1 additions in float32 err by at most (K + 1) u sum|ab| in any order, to first order; each
-    operand that is not exact after code x scale adds u |ab|. Doubling covers the second-order terms."""
+    """Bound: K products and K - 1 additions in float32 err by at most (K + 1) u sum|ab| in any order, to first order;
+    each operand that is not exact after code x scale adds u |ab|. Doubling covers the second-order terms."""
     a, b = operand(m, k, (1, 128), scale, 1, axis), operand(n, k, (128, 128), scale, 2)
     exact = [q.codes.double() * _grid(q) for q in (a, b)]
     truth, magnitude = exact[0] @ exact[1].T, exact[0].abs() @ exact[1].abs().T
@@ -61,12 +63,13 @@ def test_bias_is_added_before_the_rounding() -> None:
 
 
 def test_linear_layer_equals_transformer_engine() -> None:
-    """te.Linear under Float8BlockScaling, forward and both gradients, from the golden vectors. Both round to bf16 once. Hopper's
-    FP8 tensor cores keep about 14 bits inside a block of 128, so sums differ by some 2**-13 of their size: a bf16 rounding
-    (2**-8) flips in a few per cent of the elements, by one ulp."""
+    """te.Linear under Float8BlockScaling, forward and both gradients, from the golden vectors. Both round to bf16
+    once. Hopper's FP8 tensor cores keep about 14 bits inside a block of 128, so sums differ by some 2**-13 of their
+    size: a bf16 rounding (2**-8) flips in a few per cent of the elements, by one ulp."""
     data = np.load(Path(__file__).parents[1] / "data" / "te_blockwise.npz")
     x, w, g, y, dx, dw = (
-        torch.from_numpy(data[f"te_linear/{k}_bf16"].copy()).view(torch.bfloat16) for k in ("x", "w", "g", "y", "dx", "dw")
+        torch.from_numpy(data[f"te_linear/{k}_bf16"].copy()).view(torch.bfloat16)
+        for k in ("x", "w", "g", "y", "dx", "dw")
     )
     tile, square = (QSpec(format="e4m3", block=b, scale="pow2") for b in ((1, 128), (128, 128)))
     layer = Linear(384, 512, False, Operands(tile, square, tile, square, tile, tile), torch.bfloat16)

@@ -14,10 +14,23 @@ from infir2_core.ops.reference.elementwise import rmsnorm, rope, rope_tables, sw
 from infir2_core.precision.recipe import load_recipe
 
 SHAPES = {
-    "tied-gqa": ModelShape(layers=2, hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=12, vocab=97, tied=True, max_positions=64),
-    "untied-mha": ModelShape(layers=3, hidden=32, ffn=72, heads=2, kv_heads=2, head_dim=16, vocab=61, tied=False, max_positions=64),
+    "tied-gqa": ModelShape(
+        layers=2, hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=12, vocab=97, tied=True, max_positions=64
+    ),
+    "untied-mha": ModelShape(
+        layers=3, hidden=32, ffn=72, heads=2, kv_heads=2, head_dim=16, vocab=61, tied=False, max_positions=64
+    ),
     "one-kv-head": ModelShape(
-        layers=1, hidden=40, ffn=56, heads=5, kv_heads=1, head_dim=8, vocab=50, tied=False, rope_base=1e4, max_positions=64
+        layers=1,
+        hidden=40,
+        ffn=56,
+        heads=5,
+        kv_heads=1,
+        head_dim=8,
+        vocab=50,
+        tied=False,
+        rope_base=1e4,
+        max_positions=64,
     ),
 }
 FP8 = ["infir2", "infir2-fp32-scales", "fp8-current", "fp8-delayed", "fp8-rowwise", "mxfp8"]
@@ -104,7 +117,9 @@ def test_chunked_head_equals_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
-WIDE = ModelShape(layers=2, hidden=160, ffn=200, heads=4, kv_heads=2, head_dim=40, vocab=96, tied=True, max_positions=512)
+WIDE = ModelShape(
+    layers=2, hidden=160, ffn=200, heads=4, kv_heads=2, head_dim=40, vocab=96, tied=True, max_positions=512
+)
 
 
 def gradients(recipe: str, recompute: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -127,8 +142,9 @@ def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
 
 @pytest.mark.parametrize("recipe", FP8)
 def test_fp8_gradients_point_where_bf16_ones_do(recipe: str) -> None:
-    """Dimensions here divide by no block size, so padding is exercised too. E4M3 keeps four significant bits (relative error
-    of a value about 2.5 %), so that a gradient, a sum of many such products, is within some per cent in norm."""
+    """Dimensions here divide by no block size, so padding is exercised too. E4M3 keeps four significant bits
+    (relative error of a value about 2.5 %), so that a gradient, a sum of many such products, is within some per cent
+    in norm."""
     batch = rows_to_batch(rows(WIDE, (70, 61), seed=9))
     loss, expected = gradients("bf16", "none", batch)
     fp8_loss, found = gradients(recipe, "none", batch)
@@ -199,7 +215,9 @@ def test_elementwise_backwards_equal_autograd(dtype: torch.dtype) -> None:
         expected.backward(g)
         assert all(torch.allclose(x.grad, y.grad, atol=2e-5, rtol=1e-4) for x, y in zip(a, b, strict=True))
 
-    check(lambda x, w: rmsnorm(x, w, 1e-6), lambda x, w: torch.nn.functional.rms_norm(x, (24,), w, 1e-6), (7, 24), (24,))
+    check(
+        lambda x, w: rmsnorm(x, w, 1e-6), lambda x, w: torch.nn.functional.rms_norm(x, (24,), w, 1e-6), (7, 24), (24,)
+    )
     check(swiglu, lambda x: torch.nn.functional.silu(x[:, :12]) * x[:, 12:], (9, 24))
     cos, sin = rope_tables(torch.arange(6), 8, 1e4)
 

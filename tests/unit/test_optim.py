@@ -24,7 +24,9 @@ def test_schedule_equals_megatron_core(schedule: Any, style: str, warmup: int) -
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     s = settings(schedule=schedule, steps=60, warmup_steps=warmup, decay_steps=20, lr=1e-3, min_lr=1e-4)
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "max_lr": s.lr, "min_lr": s.min_lr}], lr=0.0)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "max_lr": s.lr, "min_lr": s.min_lr}], lr=0.0
+    )
     theirs = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,4 +1,6 @@
-"""The quantiser against what TransformerEngine wrote on an H200 (tests/data), a brute-force oracle, and its own properties."""
+"""The quantiser against what TransformerEngine wrote on an H200 (tests/data), a brute-force oracle, and its own
+properties.
+"""
 
 from pathlib import Path
 
@@ -44,8 +46,8 @@ def test_pow2_codes_and_scales_equal_transformer_engine_bit_for_bit(name: str, b
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("block", sorted(BLOCKS))
 def test_fp32_scales_are_within_one_ulp_of_transformer_engine(name: str, block: str) -> None:
-    """The GPU divides 448 by amax approximately. What is stored is the inverse of that quotient, so the stored value must be
-    the inverse of our encode scale or of one of its two float32 neighbours."""
+    """The GPU divides 448 by amax approximately. What is stored is the inverse of that quotient, so the stored value
+    must be the inverse of our encode scale or of one of its two float32 neighbours."""
     spec = QSpec(format="e4m3", block=BLOCKS[block], scale="fp32")
     made = quantize(source(name), QuantPlan(row=spec, col=spec))
     for way, ours in (("rowwise", made.row), ("columnwise", made.col)):
@@ -106,17 +108,29 @@ def test_zero_infinite_and_nan_blocks() -> None:
     axis=st.sampled_from([0, 1]),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape_against_a_scalar_oracle(rows: int, cols: int, block: object, scale: str, axis: int, seed: int) -> None:
+def test_any_shape_against_a_scalar_oracle(
+    rows: int, cols: int, block: object, scale: str, axis: int, seed: int
+) -> None:
     """Blocks cut out one by one, each element rounded by search in the table of all E4M3 values."""
     generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(rows, cols, generator=generator) * torch.exp2(8 * torch.randn(rows, 1, generator=generator))).bfloat16()
+    x = (
+        torch.randn(rows, cols, generator=generator) * torch.exp2(8 * torch.randn(rows, 1, generator=generator))
+    ).bfloat16()
     spec = QSpec(format="e4m3", block=block, scale=scale)
     made = quantize(x, QuantPlan(row=spec) if axis == 1 else QuantPlan(col=spec))
     ours = made.row if axis == 1 else made.col
     assert ours is not None
     operand = x if axis == 1 else x.T
     height, width = {"row": (1, operand.shape[1]), "tensor": tuple(operand.shape)}.get(block, block)  # type: ignore[call-overload]
-    table = torch.tensor(sorted({v for v in decode(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.float32).tolist() if v == v}))
+    table = torch.tensor(
+        sorted(
+            {
+                v
+                for v in decode(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.float32).tolist()
+                if v == v
+            }
+        )
+    )
     for i in range(0, operand.shape[0], height):
         for j in range(0, operand.shape[1], width):
             piece = operand[i : i + height, j : j + width].float()

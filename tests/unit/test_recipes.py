@@ -9,8 +9,8 @@ from infir2_core.errors import InputError
 from infir2_core.precision.recipe import FOLDER, LINEARS, from_json, list_recipes, load_recipe, parse
 
 # The rows of the published systems that the grammar has to hold (names as shipped).
-SYSTEMS = """bf16 fp32 infir2 infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static mxfp8 deepseek-v3 jet-rl mxfp4-quartet
-nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
+SYSTEMS = """bf16 fp32 infir2 infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static mxfp8 deepseek-v3
+jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
 RUNNABLE = "bf16 fp32 infir2 infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static mxfp8".split()
 
 
@@ -55,7 +55,10 @@ def test_infir2_is_what_the_design_says() -> None:
             continue
         blocks = [s.block for s in specs if s]
         assert blocks == [(1, 128), (128, 128), (1, 128), (128, 128), (1, 128), (1, 128)]
-        assert all(s and s.format == "e4m3" and s.scale == "pow2" and s.origin == "source" and s.rounding == "rne" for s in specs)
+        assert all(
+            s and s.format == "e4m3" and s.scale == "pow2" and s.origin == "source" and s.rounding == "rne"
+            for s in specs
+        )
 
 
 def test_first_matching_rule_wins() -> None:

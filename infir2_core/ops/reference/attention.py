@@ -1,7 +1,7 @@
 """Causal attention over packed sequences: no token attends across a border of `cu_seqlens`.
 
-Runs of equally long sequences go through `scaled_dot_product_attention` as one batch, so that CPT (all rows equal) is one
-call and a mixed pack is one call per run. On a CPU the arithmetic is float32 and the output is rounded once.
+Runs of equally long sequences go through `scaled_dot_product_attention` as one batch, so that CPT (all rows equal) is
+one call and a mixed pack is one call per run. On a CPU the arithmetic is float32 and the output is rounded once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _fast_backends(q: Tensor) -> AbstractContextManager[None]:
-    """cuDNN for half precision: its backward takes half the time of the flash backend on Hopper (docs/performance.md)."""
+    """cuDNN for half precision: its backward takes half the time of the flash backend on Hopper
+    (docs/performance.md).
+    """
     if q.dtype != torch.bfloat16:
         return nullcontext()
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)

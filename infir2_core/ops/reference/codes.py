@@ -1,9 +1,9 @@
 """Scales and codes: from a block's amax to its encode scale, from a scaled value to its code and back.
 
 The power-of-two rule works on the bits of the float32 amax, so that every device gives the same scale. It is what
-TransformerEngine's blockwise quantiser writes: encode scale 2**floor(log2(M / amax)) for a format whose largest value is
-M = 1.75 * 2**k, that is exponent e = k - exponent(amax) - [mantissa(amax) > 0x600000], at most 127; 1 when amax is zero or
-infinite.
+TransformerEngine's blockwise quantiser writes: encode scale 2**floor(log2(M / amax)) for a format whose largest value
+is M = 1.75 * 2**k, that is exponent e = k - exponent(amax) - [mantissa(amax) > 0x600000], at most 127; 1 when amax is
+zero or infinite.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and rotary embedding with explicit backward passes.
 
-Each computes in float32 and rounds once to the dtype of its input, where an unfused kernel would store. Each saves only its
-input (and a row statistic), never a float32 intermediate.
+Each computes in float32 and rounds once to the dtype of its input, where an unfused kernel would store. Each saves
+only its input (and a row statistic), never a float32 intermediate.
 """
 
 from __future__ import annotations

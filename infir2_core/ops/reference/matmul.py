@@ -2,7 +2,8 @@
 
 Truth for a block-scaled GEMM is the float32 sum over blocks of (float32 sum of code products) x scale x scale
 (`blockwise_truth`). Multiplying dequantised operands rounds at other places: within K / 2**23 times the sum of absolute
-products, plus one rounding of each operand where code x scale is not exact (tests/unit/test_matmul.py derives the bound).
+products, plus one rounding of each operand where code x scale is not exact (tests/unit/test_matmul.py derives the
+bound).
 
 Power-of-two scales make code x scale exact in bfloat16 (4 significant bits), so that such operands use the machine's
 bfloat16 GEMM; other scales need float32.
@@ -46,7 +47,8 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None =
 
 
 def blockwise_truth(a: QTensor, b: QTensor, block: int) -> Tensor:
-    """The definition: float32 partial sums over `block` codes of the contraction, each times both scales, added in float32.
+    """The definition: float32 partial sums over `block` codes of the contraction, each times both scales, added in
+    float32.
 
     Slow; for tests. Both operands need blocks of `block` along the contraction.
 

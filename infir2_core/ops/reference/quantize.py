@@ -1,9 +1,10 @@
 """One operand, or both copies of it, from bf16 (or float32) values to codes and scales.
 
 A source tensor x of shape [R, C] enters GEMMs either along its rows (contraction over C: the *row* copy) or along its
-columns (contraction over R: the *col* copy, which is the transpose quantised along its own rows). Both are made from the
-source in one call, as a kernel would make them in one read. Codes keep the layout of the source; `QTensor.codes` shows
-them with the contraction axis last. Blocks that stick out of the tensor are padded with zeros, which never changes an amax.
+columns (contraction over R: the *col* copy, which is the transpose quantised along its own rows). Both are made from
+the source in one call, as a kernel would make them in one read. Codes keep the layout of the source; `QTensor.codes`
+shows them with the contraction axis last. Blocks that stick out of the tensor are padded with zeros, which never
+changes an amax.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ def new_state(spec: QSpec, device: torch.device | str = "cpu") -> State:
 def advance_state(state: State, spec: QSpec) -> None:
     """Ends an optimizer step: the step's amax enters the history, whose maximum rules the next step.
 
-    An infinite amax is not taken into the history: one overflowing step would otherwise set the scale for `history` steps.
+    An infinite amax is not taken into the history: one overflowing step would otherwise set the scale for `history`
+    steps.
     """
     now = state["amax_now"].flatten()
     history = state["amax_history"]
