@@ -6,7 +6,6 @@ and the rest are imported by the command that runs.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from infir2_cli import output
+from infir2_cli.commands import cpt, data, env, init, presets, recipes, runs
 from infir2_core import __version__
 from infir2_core.errors import Infir2Error, UsageError, nearest
 
@@ -54,20 +54,13 @@ def _root(
     """Options that belong to no command."""
 
 
-def _register() -> None:
-    for name in ("init", "cpt"):
-        try:
-            app.command(name)(getattr(importlib.import_module(f"infir2_cli.commands.{name}"), name))
-        except ModuleNotFoundError:
-            continue
-    for name in ("env", "data", "presets", "recipes", "runs"):
-        try:
-            app.add_typer(importlib.import_module(f"infir2_cli.commands.{name}").app, name=name, cls=Group)
-        except ModuleNotFoundError:
-            continue
-
-
-_register()
+app.command("init")(init.init)
+app.command("cpt")(cpt.cpt)
+app.add_typer(env.app, name="env", cls=Group)
+app.add_typer(data.app, name="data", cls=Group)
+app.add_typer(presets.app, name="presets", cls=Group)
+app.add_typer(recipes.app, name="recipes", cls=Group)
+app.add_typer(runs.app, name="runs", cls=Group)
 
 
 def _usage(error: typer.TyperException) -> UsageError:

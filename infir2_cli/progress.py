@@ -73,10 +73,8 @@ class TrainingView:
         self._write(f"step {record['step']}/{self.steps}  {figures}", show=plain)
         if record["skipped"]:
             self.note(f"step {record['step']}: the gradient was not finite, nothing was updated")
-        elif record["nonfinite_blocks"]:
-            self.note(
-                f"step {record['step']}: {record['nonfinite_blocks']} blocks held infinities or NaN when quantised"
-            )
+        elif record["nonfinite_values"]:
+            self.note(f"step {record['step']}: {record['nonfinite_values']} infinities or NaNs were quantised")
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """A validation."""

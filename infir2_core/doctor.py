@@ -21,7 +21,7 @@ MEGATRON_CORE = "megatron-core==0.16.1"
 STATE_BYTES = {"fp32": 4 + 8 + 4, "fp8": 4 + 8 + 4 + 1, "bf16": 4 + 8 + 4 + 2}
 # What a checkpoint holds of one parameter: fp32 master and two fp32 moments.
 CHECKPOINT_BYTES = 4 + 8
-GB = 1e9
+GB = 2**30
 
 
 @dataclass(frozen=True)

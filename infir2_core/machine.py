@@ -16,6 +16,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import MachineError, UsageError
+
 CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
 LIBRARIES = Path("/proc/self/maps")
@@ -168,3 +170,20 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def pick_device(wanted: str | None) -> str:
+    """`cpu` or `cuda`: what was asked for, else cuda when there is a CUDA device.
+
+    Raises:
+        UsageError: another word.
+        MachineError: cuda was asked for and there is none.
+    """
+    if wanted not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device is '{wanted}'", hint="cpu or cuda")
+    if wanted == "cpu":
+        return "cpu"
+    found = bool(find_gpus())
+    if wanted == "cuda" and not found:
+        raise MachineError("this machine has no CUDA device", "--device cuda", "infir2 env check tells what is missing")
+    return "cuda" if found else "cpu"

@@ -173,19 +173,11 @@ def read_config(run_dir: Path) -> RunConfig:
     Raises:
         InputError: config.toml is missing, is no TOML, or does not follow the schema (line and key are named).
     """
-    from .config import toml
-    from .config.schema import FORMAT, RunConfig
+    from .config import runfile
 
-    file = run_dir / CONFIG
-    if not file.is_file():
+    if not (run_dir / CONFIG).is_file():
         raise InputError("this is not a run folder: it has no config.toml", str(run_dir), "infir2 runs list")
-    text = toml.read_text(file)
-    content = toml.parse(text, str(file))
-    if content.get("format", FORMAT) != FORMAT:
-        raise InputError(
-            f"the run folder has format {content['format']!r}; this version of infir2 reads format {FORMAT}", str(file)
-        )
-    return toml.validate(RunConfig, content, text, str(file), "settings of the run")
+    return runfile.read_config(run_dir / CONFIG)
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,13 @@ def cpt(
     from infir2_core.config.resolve import CptFlags, resolve_cpt
     from infir2_core.errors import InputError
     from infir2_core.launch.plan import make_plan
+    from infir2_core.machine import pick_device
     from infir2_core.precision.recipe import load_recipe
 
     where = find_project(Path.cwd())
-    resolved = resolve_cpt(CptFlags(**flags), load_project(where) if where else None, Path.cwd())
+    flags["device"] = pick_device(device)
+    project = load_project(where) if where else None
+    resolved = resolve_cpt(CptFlags(**flags), project, Path.cwd(), download=not dry_run)
     config, notes = resolved.config, resolved.notes
     chosen = load_recipe(config.cpt.recipe)
     if missing := chosen.missing():

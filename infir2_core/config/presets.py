@@ -56,7 +56,7 @@ def load_preset(size: str) -> Preset:
         InputError: no such size (with the nearest one).
     """
     if size not in SIZES:
-        raise InputError(f"no preset for size '{size}'", "--size", nearest(size, SIZES))
+        raise InputError(f"no preset for size '{size}'", hint=nearest(size, SIZES))
     path = FOLDER / f"{size}.toml"
     text = toml.read_text(path)
     content = toml.validate(PresetFile, toml.parse(text, str(path)), text, str(path), "preset")

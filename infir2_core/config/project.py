@@ -8,7 +8,7 @@ folder the file is in, so commands may be typed in any folder below.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, create_model, field_validator, model_validator
 
@@ -44,23 +44,18 @@ class ModelSection(Strict):
 class DataSection(Strict):
     """[data.NAME]: one corpus. `prefixes` is a `.bin/.idx` prefix, a glob, `@list.txt`, or a list of those.
 
-    `weight` is the corpus's share of the mixture, spread over its prefixes by their size.
+    `weight` is the corpus's share of the mixture, spread over its prefixes by their tokens.
     """
 
-    prefixes: str | list[str]
+    specs: list[str] = Field(alias="prefixes")
     weight: float = Field(1.0, gt=0)
 
-    @field_validator("prefixes")
+    @field_validator("specs", mode="before")
     @classmethod
-    def _not_empty(cls, prefixes: str | list[str]) -> str | list[str]:
-        if not prefixes or (isinstance(prefixes, list) and not all(prefixes)):
-            raise ValueError("prefixes is empty; give a prefix, a glob or '@list.txt'")
-        return prefixes
-
-    @property
-    def specs(self) -> list[str]:
-        """`prefixes` as a list."""
-        return [self.prefixes] if isinstance(self.prefixes, str) else self.prefixes
+    def _listed(cls, prefixes: Any) -> Any:
+        if not prefixes or (isinstance(prefixes, list) and "" in prefixes):
+            raise ValueError("empty; give a prefix, a glob or '@list.txt'")
+        return [prefixes] if isinstance(prefixes, str) else prefixes
 
 
 class _CptBase(Strict):
@@ -82,8 +77,8 @@ class _CptBase(Strict):
 def _optional(name: str) -> Any:
     """The type of a `CptSettings` field, its limits kept, that may also be left out."""
     field = CptSettings.model_fields[name]
-    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation  # type: ignore[name-defined]
-    return (Optional[kind], None)
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    return (kind | None, None)
 
 
 if TYPE_CHECKING:
@@ -101,10 +96,10 @@ class ProjectFile(Strict):
     """A whole infir2.toml."""
 
     format: Literal[1]
-    project: ProjectSection = ProjectSection()
-    model: ModelSection = ModelSection()
+    project: ProjectSection = Field(default_factory=lambda: ProjectSection.model_validate({}))
+    model: ModelSection = Field(default_factory=lambda: ModelSection.model_validate({}))
     data: dict[str, DataSection] = Field(default_factory=dict)
-    cpt: CptSection = CptSection()
+    cpt: CptSection = Field(default_factory=lambda: CptSection.model_validate({}))
     _path: Path = PrivateAttr(default=Path(FILE))
     _text: str = PrivateAttr(default="")
 

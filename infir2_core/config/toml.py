@@ -22,7 +22,6 @@ from ..errors import InputError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 Key = Sequence[str | int]
-# Version of tomli_w this was written against: 1.2. It prints floats with repr, so they survive the round trip exactly.
 
 
 def read_text(path: Path) -> str:
@@ -69,7 +68,7 @@ def locate(text: str, key: str | Key) -> int:
     it; 1 if none.
     """
     parts: list[str | int] = [*key.split(".")] if isinstance(key, str) else [*key]
-    lines = text.splitlines()
+    lines = text.split("\n")
     found: dict[int, int] = {}
     start = 0  # lines before this one are complete statements
     for end in range(1, len(lines) + 1):
@@ -110,42 +109,32 @@ def validate(model: type[Model], data: dict[str, Any], text: str, where: str, wh
             return model.model_validate(data, strict=True)
         except ValidationError as error:
             if not _whole_floats(data, error):
-                lines = [f"{where}:{locate(text, loc)}: {message}" for loc, message in problems(error, model)]
-                raise report(lines, where, what) from error
-
-
-def report(lines: list[str], where: str, what: str = "") -> InputError:
-    """One `InputError` for problems that already carry their file and line."""
-    name = what or "file"
-    if len(lines) == 1:
-        place, _, message = lines[0].partition(": ")
-        return InputError(f"{name}: {message}", place)
-    return InputError(f"{len(lines)} problems in the {name}:\n" + "\n".join(f"  {line}" for line in lines), where)
+                found = sorted((locate(text, loc), message) for loc, message in problems(error, model))
+                raise _report(found, where, what) from error
 
 
 def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[tuple[str | int, ...], str]]:
-    """(key, sentence) for every problem pydantic found in a `model`; a branch of a union is reported once."""
-    seen: dict[tuple[str | int, ...], str] = {}
-    for item in error.errors(include_url=False):
-        loc = _spelled(model, item["loc"])
-        seen.setdefault(loc, _sentence(model, loc, item))
-    return list(seen.items())
+    """(key, sentence) for every problem that pydantic found in a `model`."""
+    return [(item["loc"], _sentence(model, item)) for item in error.errors(include_url=False)]
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """Writes `data` as TOML; the file appears complete or not at all.
-
-    Raises:
-        InputError: no permission or no room.
-    """
+    """Writes `data` as TOML; the file appears complete or not at all. An `OSError` is left to the caller."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_text(tomli_w.dumps(data), encoding="utf-8", newline="\n")
         os.replace(aside, path)
-    except OSError as error:
+    finally:
         aside.unlink(missing_ok=True)
-        raise InputError(f"cannot write the file: {error.strerror or error}", str(path)) from error
+
+
+def _report(found: list[tuple[int, str]], where: str, what: str) -> InputError:
+    name = what or "file"
+    if len(found) == 1:
+        return InputError(f"{name}: {found[0][1]}", f"{where}:{found[0][0]}")
+    lines = [f"  {where}:{line}: {message}" for line, message in found]
+    return InputError("\n".join([f"{len(found)} problems in the {name}:", *lines]), where)
 
 
 def _whole_floats(data: Any, error: ValidationError) -> bool:
@@ -163,14 +152,9 @@ def _whole_floats(data: Any, error: ValidationError) -> bool:
     return changed
 
 
-def _spelled(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """`loc` without the parts pydantic adds for the branches of a union (`str`, `list[str]`)."""
-    added = {"str", "list[str]"}
-    return tuple(part for i, part in enumerate(loc) if i == 0 or part not in added)
-
-
-def _sentence(model: type[BaseModel], loc: tuple[str | int, ...], item: Any) -> str:
-    key, kind, given, limits = ".".join(map(str, loc)), item["type"], item["input"], item.get("ctx", {})
+def _sentence(model: type[BaseModel], item: Any) -> str:
+    loc, kind, given, limits = item["loc"], item["type"], item["input"], item.get("ctx", {})
+    key = ".".join(map(str, loc))
     if kind == "extra_forbidden":
         valid = _keys(model, loc[:-1])
         return f"unknown key '{key}'. {nearest(str(loc[-1]), valid)}".strip()
@@ -205,16 +189,7 @@ def _keys(model: type[BaseModel], loc: Iterable[str | int]) -> list[str]:
     here: Any = model
     for part in loc:
         if isinstance(here, type) and issubclass(here, BaseModel):
-            field = next((f for n, f in here.model_fields.items() if part in (n, f.alias)), None)
-            here = _table(field.annotation) if field else None
-        # the name of a `[data.NAME]` table or the index of a list: `here` already is the model of one element
-    if not (isinstance(here, type) and issubclass(here, BaseModel)):
-        return []
+            here = next(f.annotation for name, f in here.model_fields.items() if part in (name, f.alias))
+        else:  # `part` is the name of a `[data.NAME]` table or the index of a list
+            here = get_args(here)[-1]
     return [field.alias or name for name, field in here.model_fields.items()]
-
-
-def _table(annotation: Any) -> Any:
-    """The pydantic model inside `Model`, `Model | None`, `list[Model]` or `dict[str, Model]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _table(arg)) is not None), None)

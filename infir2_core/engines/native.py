@@ -32,13 +32,13 @@ class StepResult:
         loss: mean negative log-probability of the global batch's trained tokens, in nats.
         grad_norm: global, before clipping.
         skipped: the gradient was not finite and nothing was updated.
-        nonfinite_blocks: quantisation blocks that held an infinity or a NaN.
+        nonfinite_values: infinities and NaNs that were quantised.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
-    nonfinite_blocks: int
+    nonfinite_values: int
 
 
 class NativeEngine:
@@ -65,7 +65,7 @@ class NativeEngine:
         )
         norm, skipped = self.optimizer.step(lr)
         self.model.end_step()
-        counters = [layer.nonfinite_blocks for _, layer in self.model.linears()]
+        counters = [layer.nonfinite_values for _, layer in self.model.linears()]
         blocks = torch.stack(counters).sum()
         for counter in counters:
             counter.zero_()
@@ -96,7 +96,8 @@ class NativeEngine:
         for name, tensor in self._quantiser_tensors().items():
             tensor.copy_(kept[name])
         for _, layer in self.model.linears():
-            layer.nonfinite_blocks.zero_()
+            layer.nonfinite_values.zero_()
+            layer.drop_codes()  # the first step must quantise the weight itself, and record its amax
         rows = [{"gemm": g, "operands": o, "by": by, "count": n} for (g, o, by), n in counts.items()]
         head = str(self.model.dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
         return [*rows, {"gemm": "head", "operands": f"{head} x {head}", "by": "reference", "count": 1}]

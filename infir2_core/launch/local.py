@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..config.resolve import differences, read_config, write_config
+from ..config.runfile import differences, write_config
 from ..config.schema import RunConfig
 from ..errors import InputError, MachineError
 from ..precision.recipe import Recipe, from_json
+from ..runs import read_config
 from .plan import make_plan
 
 
@@ -72,7 +73,7 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
 
 
 def _existing(folder: Path, config: RunConfig, recipe: Recipe) -> RunFolder:
-    stored = read_config(folder / "config.toml")
+    stored = read_config(folder)
     here = {"device": config.device, "ranks": config.ranks}  # checkpoints load on any device and number of ranks
     changed = differences(stored.model_copy(update=here), config)
     earlier = load_recipe_file(folder)

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config.resolve import read_config
 from ..engines.ranks import Ranks
 from ..errors import STOPPED, Infir2Error
-from ..runs import write_exit
+from ..runs import read_config, write_exit
 from ..train.loop import Run
 from .local import load_recipe_file
 
@@ -35,7 +34,7 @@ def main(folder: Path, attempt: Path) -> int:
     """Trains as the rank that the environment names; returns the exit code."""
     rank = int(os.environ["RANK"])
     try:
-        config = read_config(folder / "config.toml")
+        config = read_config(folder)
         ranks = Ranks.join(config.ranks, config.device)
         outcome = Run(config, load_recipe_file(folder), folder, ranks, Silent()).train()
         ranks.leave()

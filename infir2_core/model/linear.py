@@ -51,7 +51,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
         self.operands, self.dtype = operands, dtype
         self.quant_state: dict[str, State] = {}
-        self.nonfinite_blocks = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+        self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self._cached: tuple[int, Operand, Operand] | None = None
         for tensor, (row, col) in operands.pairs().items():
             stateful = next((s for s in (row, col) if s is not None and s.stateful), None)
@@ -82,7 +82,7 @@ class Linear(nn.Module):
         if row_spec is None and col_spec is None:
             return source, source.T
         made = quantize(source, QuantPlan(row=row_spec, col=col_spec), state)
-        self.nonfinite_blocks += made.nonfinite
+        self.nonfinite_values += made.nonfinite
         return made.row if made.row is not None else source, made.col if made.col is not None else source.T
 
     def drop_codes(self) -> None:

@@ -243,7 +243,7 @@ class Run:
             "tflops": round(tflops, 4),
             "step_ms": round(elapsed * 1e3, 2),
             "skipped": result.skipped,
-            "nonfinite_blocks": result.nonfinite_blocks,
+            "nonfinite_values": result.nonfinite_values,
             "time": time.time(),
         }
         if self.ranks.device.startswith("cuda"):

@@ -84,7 +84,7 @@ class QTensor:
 class Quantized:
     """Both copies of one source; None where the plan did not ask.
 
-    `nonfinite` counts blocks that held an infinity or a NaN: int64 scalar on the device of the source.
+    `nonfinite` counts infinities and NaNs of the source: int64 scalar on its device.
     """
 
     row: QTensor | None
@@ -103,16 +103,16 @@ def quantize(x: Tensor, plan: QuantPlan, state: State | None = None) -> Quantize
     Raises:
         ValueError: the spec needs a piece that does not exist, or a state that was not given.
     """
-    magnitude = x.abs()
-    row, col, bad = None, None, torch.zeros((), dtype=torch.int64, device=x.device)
-    if plan.row is not None:
-        row, bad = _copy(x, magnitude, plan.row, 1, state)
-    if plan.col is not None:
-        if row is not None and plan.col == plan.row and plan.col.transposes:
-            col = row.transpose()
-        else:
-            col, bad = _copy(x, magnitude, plan.col, 0, state)
-    return Quantized(row, col, bad)
+    magnitude, nonfinite = x.abs(), torch.zeros((), dtype=torch.int64, device=x.device)
+    if x.device.type != "cpu" or not bool(torch.isfinite(magnitude.max())):  # a GPU must not wait for the answer
+        nonfinite = x.numel() - torch.isfinite(x).sum()
+        magnitude = magnitude.nan_to_num(nan=0.0, posinf=torch.inf)  # NaN takes no part in amax
+    row = _copy(x, magnitude, plan.row, 1, state) if plan.row is not None else None
+    if plan.col is None:
+        return Quantized(row, None, nonfinite)
+    if row is not None and plan.col == plan.row and plan.col.transposes:
+        return Quantized(row, row.transpose(), nonfinite)
+    return Quantized(row, _copy(x, magnitude, plan.col, 0, state), nonfinite)
 
 
 def tile_shape(spec: QSpec, shape: tuple[int, int], axis: int) -> tuple[int, int]:
@@ -126,34 +126,22 @@ def tile_shape(spec: QSpec, shape: tuple[int, int], axis: int) -> tuple[int, int
     return (across, along) if axis == 1 else (along, across)
 
 
-def block_amax(magnitude: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Largest magnitude of each block, and how many blocks hold a non-finite value.
-
-    Returns:
-        float32 [ceil(R / height), ceil(C / width)], in which NaN elements are ignored, and an int64 scalar.
-    """
+def block_amax(magnitude: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Largest magnitude of each block, float32 [ceil(R / height), ceil(C / width)], for magnitudes without NaN."""
     (rows, cols), (height, width) = magnitude.shape, tile
     if rows % height or cols % width:
         magnitude = F.pad(magnitude, (0, -cols % width, 0, -rows % height))
         rows, cols = magnitude.shape
     blocks = magnitude.view(rows // height, height, cols // width, width)
-
-    def reduce(values: Tensor) -> Tensor:
-        # One axis at a time: reductions over the last axis or over whole rows vectorise, mixed ones do not.
-        values = values.amax(3) if width > 1 else values.squeeze(3)
-        return (values.amax(1) if height > 1 else values.squeeze(1)).float()
-
-    amax = reduce(blocks)
-    bad = (~torch.isfinite(amax)).sum()
-    if amax.device.type != "cpu" or int(bad):  # a GPU must not wait for the answer
-        amax = torch.where(amax.isnan(), reduce(blocks.nan_to_num(nan=0.0, posinf=torch.inf)), amax)
-    return amax, bad
+    # One axis at a time: reductions over the last axis or over whole rows vectorise, mixed ones do not.
+    blocks = blocks.amax(3) if width > 1 else blocks.squeeze(3)
+    return (blocks.amax(1) if height > 1 else blocks.squeeze(1)).float()
 
 
-def _copy(x: Tensor, magnitude: Tensor, spec: QSpec, axis: int, state: State | None) -> tuple[QTensor, Tensor]:
+def _copy(x: Tensor, magnitude: Tensor, spec: QSpec, axis: int, state: State | None) -> QTensor:
     rows, cols = x.shape
     height, width = tile = tile_shape(spec, (rows, cols), axis)
-    amax, bad = block_amax(magnitude, tile)
+    amax = block_amax(magnitude, tile)
     if spec.amax == "static":
         amax = torch.full_like(amax, spec.static_amax or 1.0)
     elif spec.amax == "delayed":
@@ -170,7 +158,7 @@ def _copy(x: Tensor, magnitude: Tensor, spec: QSpec, axis: int, state: State | N
     padded_rows, padded_cols = source.shape
     blocks = source.view(padded_rows // height, height, padded_cols // width, width)
     scaled = (blocks * encode[:, None, :, None]).view(padded_rows, padded_cols)  # float32, as the scale is
-    return QTensor(cast(scaled[:rows, :cols].contiguous(), spec.format), inverse, tile, axis, spec), bad
+    return QTensor(cast(scaled[:rows, :cols].contiguous(), spec.format), inverse, tile, axis, spec)
 
 
 def new_state(spec: QSpec, device: torch.device | str = "cpu") -> State:
