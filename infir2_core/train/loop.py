@@ -160,6 +160,7 @@ class Run:
 
     def _start(self) -> None:
         source, cpt = self.config.source, self.config.cpt
+        torch.manual_seed(cpt.seed)
         if source.kind == "scratch":
             self.engine.model.initialise(cpt.init_std, cpt.seed)
         elif source.kind == "hf":

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -55,9 +57,10 @@ def start(arguments: list[str], fault: str = "") -> int:
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 1)
         os.environ["INFIR2_FAULT"] = fault
+        sys.argv = ["infir2", *arguments]
         from infir2_cli.main import main
 
-        main(arguments)
+        main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     finally:
@@ -125,8 +128,6 @@ def _kill_at_random(arguments: list[str], run: Path, chance: random.Random) -> i
 
 def _rewind(run: Path) -> None:
     """Back to an early checkpoint: the newest ones are taken away, as if they had been lost."""
-    import shutil
-
     store = run / "checkpoints"
     for path in sorted(store.glob("step-*"))[1:]:
         shutil.rmtree(path)

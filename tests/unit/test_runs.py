@@ -47,6 +47,7 @@ def make_run(runs: Path, name: str, steps: int = 20, planned: int = 20, shift: f
     preset = load_preset("tiny")
     settings = preset.cpt.model_dump() | {"steps": planned, "warmup_steps": 2, "decay_steps": 4, "recipe": "bf16"} | cpt
     config = {
+        "format": 1,
         "name": name,
         "runs": str(runs),
         "size": "tiny",
@@ -146,7 +147,7 @@ def test_a_damaged_run_is_listed_as_unreadable_and_hides_no_other(tmp_path: Path
         ("key", "newer", "syntax", "torn"), "unreadable"
     )
     assert "metrics.jsonl:2" in found["torn"].problem and "config.toml:1" in found["syntax"].problem
-    assert "format 9" in found["newer"].problem and "colour" in found["key"].problem
+    assert "format is 9" in found["newer"].problem and "colour" in found["key"].problem
 
 
 def test_config_errors_carry_the_file(tmp_path: Path) -> None:
