@@ -72,12 +72,10 @@ def run(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace) -> None:
     """Prints and optionally writes the comparison."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    speed: dict[str, list[float]] = {}
     for recipe in args.recipes:
         for seed in args.seeds:
             lines = read_metrics(Path(args.runs) / name_of(recipe, seed))
             found.setdefault(recipe, {})[seed] = [line for line in lines if line["kind"] == "eval"]
-            speed.setdefault(recipe, []).append(max(line["step"] for line in lines))
     last = {
         r: {s: [e["loss"] for e in evals[-args.last :]] for s, evals in seeds.items()} for r, seeds in found.items()
     }
@@ -134,9 +132,12 @@ def main() -> None:
     parser.add_argument("--data", default="data/corpus")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--last", type=int, default=5, help="evaluations that are averaged")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--json")
-    parser.add_argument("extra", nargs="*", help="after --: further options of `infir2 cpt`")
-    args = parser.parse_args()
+    # What stands behind `--` goes to `infir2 cpt` as it is.
+    own, _, extra = " ".join(sys.argv[1:]).partition(" -- ")
+    args = parser.parse_args(own.split())
+    args.extra = extra.split()
     {"run": run, "report": report}[args.action](args)
 
 

@@ -135,7 +135,7 @@ def test_the_tenth_attempt_comes_after_the_ninth(tmp_path: Path) -> None:
 
 def test_a_damaged_run_is_listed_as_unreadable_and_hides_no_other(tmp_path: Path) -> None:
     make_run(tmp_path, "good")
-    for name, text in (("syntax", "name = "), ("key", 'colour = "red"'), ("newer", "format = 9")):
+    for name, text in (("syntax", "name = "), ("key", 'format = 1\ncolour = "red"'), ("newer", "format = 9")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(text)
     torn = make_run(tmp_path, "torn")
