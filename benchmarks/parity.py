@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
                 "--runs",
                 args.runs,
                 "--device",
-                "cuda",
+                args.device,
                 *args.extra,
             ]
             out = (logs / f"{name}.log").open("ab")
