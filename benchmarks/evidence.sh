@@ -1,32 +1,43 @@
 #!/usr/bin/env bash
-# The GPU evidence behind benchmarks/LOG.md, in one go on one H200: GPU tests, 1.5b really training, the parity study.
-#   benchmarks/evidence.sh OUT SECONDS     (OUT: folder for results; SECONDS: how long all of it may take)
+# GPU evidence for benchmarks/LOG.md on one H200, one part a call, each with its own time limit:
+#   benchmarks/evidence.sh gpu-tests OUT
+#   benchmarks/evidence.sh corpus WORK                      120 MB of Python sources as bytes: WORK/corpus
+#   benchmarks/evidence.sh 1.5b WORK OUT SECONDS            needs the corpus
+#   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; again to go on where it stopped
+# Results go to OUT as they come, so that a call that is cut short loses nothing but its last minute.
 set -u
-out=$1 limit=$2 began=$SECONDS
-left() { echo $((limit - (SECONDS - began))); }
-site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')
-work=$(mktemp -d)
+part=$1
+work=${2:-} out=${3:-} seconds=${4:-}
 
-python3 -m pytest -q tests/gpu -p no:cacheprovider 2>&1 | tail -15 | tee "$out/gpu-tests.txt"
-python3 -m infir2_cli data prepare python-stdlib "$site/transformers" "$site/torch" --ext .py --tokenizer byte \
-  --limit-mb 120 --out "$work/corpus"
-
-# Killed rather than stopped: the 18 GB checkpoint of a stop would cost more time than the training.
-timeout -s KILL 80 python3 -m infir2_cli cpt --size 1.5b --from-scratch --data "$work/corpus" --recipe infir2 \
-  --seq-len 8192 --global-batch 1 --micro-batch 1 --steps 1000 --warmup-steps 10 --lr 3e-4 --min-lr 3e-5 --decay-steps 100 \
-  --eval-every 20 --eval-iters 2 --save-every 1000 --device cuda --runs "$work/runs" --name big > "$out/1.5b.txt" 2>&1
-cat "$out/1.5b.txt"
-cp "$work/runs/big/metrics.jsonl" "$out/1.5b.jsonl"
-
-options=(--global-batch 4 --micro-batch 4 --eval-iters 20 --save-every 2000)
-minutes() { python3 -c "print(max(0.1, ($(left) - 25) / 60))"; }
-study() { python3 benchmarks/parity.py run --data "$work/corpus" --runs "$work/runs" --minutes "$(minutes)" "$@" -- "${options[@]}"; }
-study --recipes fp8-static --seeds 1 &
-study --recipes bf16 infir2
-wait
-echo "main arms done, $(left) s left"
-if [ "$(left)" -gt 60 ]; then study --recipes fp8-static --seeds 2 3; fi
-for file in "$work"/runs/parity-*/metrics.jsonl; do echo "$file $(tail -n 1 "$file" | cut -c1-60)"; done
-tar czf "$out/parity-metrics.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d parity-*-s?/metrics.jsonl parity-*-s?/config.toml)
-python3 benchmarks/parity.py report --runs "$work/runs" --recipes bf16 infir2 --json "$out/parity.json"
-python3 benchmarks/parity.py report --runs "$work/runs" --recipes bf16 fp8-static --seeds 1
+case $part in
+gpu-tests)
+  python3 -m pytest -q tests/gpu -p no:cacheprovider 2>&1 | tail -15 | tee "$2/gpu-tests.txt"
+  ;;
+corpus)
+  site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')
+  python3 -m infir2_cli data prepare python-stdlib "$site/transformers" "$site/torch" --ext .py --tokenizer byte \
+    --limit-mb 120 --out "$work/corpus"
+  ;;
+1.5b)
+  # Killed rather than stopped: the 18 GB checkpoint of a stop would take longer than the training.
+  timeout -s KILL "$seconds" python3 -m infir2_cli cpt --size 1.5b --from-scratch --data "$work/corpus" --recipe infir2 \
+    --seq-len 8192 --global-batch 1 --micro-batch 1 --steps 1000 --warmup-steps 10 --lr 3e-4 --min-lr 3e-5 \
+    --decay-steps 100 --eval-every 20 --eval-iters 2 --save-every 1000 --device cuda --runs "$work/runs" --name big \
+    > "$out/1.5b.txt" 2>&1
+  cat "$out/1.5b.txt"
+  cp "$work/runs/big/metrics.jsonl" "$out/1.5b.jsonl"
+  ;;
+parity)
+  # 4096 tokens a step: the reference path is bound by kernel launches and by what runs beside it, not by tokens.
+  python3 benchmarks/parity.py run --data "$work/corpus" --runs "$work/runs" \
+    --minutes "$(python3 -c "print(($seconds - 30) / 60)")" -- \
+    --global-batch 4 --micro-batch 4 --eval-iters 20 --save-every 500
+  for run in "$work"/runs/parity-*-s?; do echo "$run $(tail -n 1 "$run/metrics.jsonl" | cut -c1-60)"; done
+  tar czf "$out/parity-metrics.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d parity-*-s?/metrics.jsonl)
+  python3 benchmarks/parity.py report --runs "$work/runs" --json "$out/parity.json"
+  ;;
+*)
+  echo "benchmarks/evidence.sh: gpu-tests, corpus, 1.5b or parity, not '$part'" >&2
+  exit 2
+  ;;
+esac

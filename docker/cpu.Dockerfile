@@ -6,7 +6,9 @@ WORKDIR /opt/infir2
 
 # torch alone is most of the image, so it is a layer of its own that a change of the code does not rebuild
 COPY constraints.txt .
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu $(grep '^torch==' constraints.txt) -c constraints.txt
+# --build-arg TORCH_INDEX=... : PyTorch's index of CPU wheels; without it torch brings its CUDA libraries along
+ARG TORCH_INDEX=""
+RUN pip install ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} $(grep '^torch==' constraints.txt) -c constraints.txt
 
 COPY pyproject.toml README.md LICENSE ./
 COPY infir2_cli infir2_cli
