@@ -174,7 +174,10 @@ def guarded(fn: Callable[P, R]) -> Callable[P, R]:
         try:
             return fn(*args, **kwargs)
         except KeyboardInterrupt:
-            warn("interrupted")
+            if _json_mode:
+                _print_json({"error": {"what": "interrupted", "where": "", "hint": "", "exit_code": INTERRUPTED}})
+            else:
+                warn("interrupted")
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:
             if isinstance(error, typer.TyperException | typer.Exit | typer.Abort):

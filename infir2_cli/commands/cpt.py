@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,6 @@ from ..output import DebugFlag, JsonFlag, emit, guarded, say, table
 
 if TYPE_CHECKING:
     from infir2_core.config.schema import RunConfig
-    from infir2_core.launch.local import RunFolder
     from infir2_core.launch.plan import Plan
 
 Opt = typer.Option
@@ -91,52 +90,14 @@ def cpt(
         return
     from infir2_core.launch.local import open_run
 
+    from ..running import run
+
     folder = open_run(config, chosen, new)
     for line in notes:
         say(f"note: {line}")
-    code, result = _run(folder)
+    code, result = run(folder)
     emit(result)
     raise typer.Exit(code)
-
-
-def _run(folder: RunFolder) -> tuple[int, dict[str, Any]]:
-    from infir2_core.engines.ranks import Ranks
-    from infir2_core.errors import STOPPED, Infir2Error
-    from infir2_core.launch.local import Workers
-    from infir2_core.runs import RunLock, start_attempt, write_exit
-    from infir2_core.train.loop import Run
-
-    from ..progress import TrainingView
-
-    config = folder.config
-    with RunLock(folder.path):
-        attempt = start_attempt(folder.path)
-        log = attempt / "rank-0.log"
-        say(f"{'run' if folder.status == 'resume' else 'new run'} {config.name}  ({folder.path})")
-        say(f"follow it: tail -f {log}    metrics: {folder.path / 'metrics.jsonl'}")
-        workers = Workers(folder.path, attempt, config.ranks)
-        failed = True
-        try:
-            with TrainingView(config.cpt.steps, log) as view:
-                ranks = Ranks.join(config.ranks, config.device)
-                outcome = Run(config, folder.recipe, folder.path, ranks, view).train()
-                ranks.leave()
-            failed = False
-        except Exception as error:
-            shown = error if isinstance(error, Infir2Error) else workers.explain(error)
-            write_exit(attempt, 0, getattr(shown, "exit_code", 1), str(shown))
-            raise shown from error
-        finally:
-            workers.close(failed)
-        code = STOPPED if outcome.stopped else 0
-        write_exit(attempt, 0, code)
-    result = {"run": str(folder.path), "step": outcome.step, "steps": config.cpt.steps, "loss": outcome.loss}
-    result |= {"eval_loss": outcome.eval_loss, "stopped": outcome.stopped}
-    if outcome.stopped:
-        say(f"stopped at step {outcome.step} ({outcome.stopped}); the same command resumes it")
-    else:
-        say(f"{config.name} is complete: step {outcome.step} of {config.cpt.steps}")
-    return code, result
 
 
 def _show_plan(config: RunConfig, plan: Plan, notes: list[str]) -> None:

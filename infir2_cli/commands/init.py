@@ -34,7 +34,12 @@ def init(
         raise InputError("there is a project file already", str(path), "add --force to replace it")
     if not dry_run:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        aside = path.with_suffix(".toml.tmp")  # a full disk must not leave half a project file
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def human() -> None:
         if dry_run:

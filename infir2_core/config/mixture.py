@@ -6,6 +6,7 @@ that every document of the group is equally likely. What a corpus holds is check
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -56,7 +57,19 @@ def mixture(
     check_prefixes(prefixes, vocab)
     made = describe_prefix(prefixes[0])["made"]
     tokenizer = str(made["tokenizer"]["ref"]) if made else ""
-    return [Blend(prefix=prefix, weight=weight) for weight, prefix in pairs], tokenizer
+    return [Blend(prefix=prefix, weight=weight, content=_content(prefix)) for weight, prefix in pairs], tokenizer
+
+
+def _content(prefix: str) -> str:
+    """Digest of a corpus: the key that `data prepare` recorded, else one over its index and the size of its tokens."""
+    from ..data.prefixes import describe_prefix
+
+    made = describe_prefix(prefix)["made"]
+    if made and made.get("content"):
+        return str(made["content"])[:16]
+    digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
+    digest.update(str(Path(f"{prefix}.bin").stat().st_size).encode())
+    return digest.hexdigest()[:16]
 
 
 def _weighted(text: str, cwd: Path) -> tuple[float, str]:

@@ -18,7 +18,7 @@ from .schema import FORMAT, RunConfig
 
 CONFIG = "config.toml"
 # Where a run is kept and what it runs on do not change what it computes.
-OUTSIDE = {"name", "runs", "device"}
+OUTSIDE = {"name", "runs", "device", "ranks"}
 
 
 def write_config(config: RunConfig, path: Path) -> None:
@@ -44,7 +44,7 @@ def read_config(path: Path) -> RunConfig:
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
     """Settings in which `b` differs from `a`, as `cpt.lr: 0.001 -> 0.002`; `OUTSIDE` does not count."""
-    old, new = (_flat(config.model_dump(mode="json", exclude=OUTSIDE)) for config in (a, b))
+    old, new = (_flat(_identity(config)) for config in (a, b))
     return [
         f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
         for key in dict.fromkeys([*old, *new])
@@ -57,12 +57,21 @@ def fingerprint(config: RunConfig, root: Path) -> str:
 
     Paths inside `root` (the project's folder) count relative to it, so a copy of the project gives the same digits.
     """
-    data = config.model_dump(mode="json", exclude=OUTSIDE)
+    data = _identity(config)
     data["source"]["path"] = _portable(data["source"]["path"], root)
     data["cpt"]["recipe"] = _portable(data["cpt"]["recipe"], root)
     for blend in data["data"]:
         blend["prefix"] = _portable(blend["prefix"], root)
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:6]
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """What a run is: a corpus counts by its content, wherever it lies."""
+    data = config.model_dump(mode="json", exclude=OUTSIDE)
+    for blend in data["data"]:
+        if blend["content"]:
+            blend["prefix"] = Path(blend["prefix"]).name
+    return data
 
 
 def _portable(path: str, root: Path) -> str:

@@ -67,6 +67,7 @@ class Blend(Strict):
 
     prefix: str
     weight: float = Field(1.0, gt=0)
+    content: str = Field("", description="digest of what the corpus holds, so that a run never goes on with other data")
 
 
 class CptSettings(Strict):
@@ -90,7 +91,7 @@ class CptSettings(Strict):
     beta2: float = Field(ge=0, lt=1)
     eps: float = Field(gt=0)
     clip: float = Field(ge=0, description="global gradient norm; 0 turns clipping off")
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**32)
     init_std: float = Field(gt=0)
     split: str
     eval_every: int = Field(ge=0, description="0 turns validation off")
@@ -119,7 +120,7 @@ class CptSettings(Strict):
                 f"warmup_steps ({self.warmup_steps}) + decay_steps ({self.decay_steps}) exceed steps ({self.steps})"
             )
         parts = self.split.split(",")
-        if len(parts) != 3 or not all(p.replace(".", "", 1).isdigit() for p in parts) or float(parts[0]) <= 0:
+        if len(parts) != 3 or not all(p.replace(".", "", 1).isdecimal() for p in parts) or float(parts[0]) <= 0:
             raise ValueError(
                 f"split must be three shares for train, validation and test such as '90,5,5', got '{self.split}'"
             )

@@ -48,6 +48,8 @@ class NativeEngine:
         self.config, self.recipe, self.ranks = config, recipe, ranks
         self.model = Decoder(config.model, recipe, ranks.device, config.cpt.recompute)
         self.optimizer = AdamW(self.model.named_parameters(), config.cpt)
+        # GEMMs that split their contraction would otherwise add partial sums in bf16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One optimizer step over this rank's microbatches at learning rate `lr`."""
@@ -63,13 +65,15 @@ class NativeEngine:
         self.ranks.largest(
             state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values()
         )
-        norm, skipped = self.optimizer.step(lr)
-        self.model.end_step()
         counters = [layer.nonfinite_values for _, layer in self.model.linears()]
-        blocks = torch.stack(counters).sum()
+        nonfinite = torch.stack(counters).sum()
+        self.ranks.sum([nonfinite])
+        # A quantiser turns an infinity into its largest value, so the gradient alone would not show it.
+        norm, skipped = self.optimizer.step(lr, poisoned=nonfinite > 0)
+        self.model.end_step()
         for counter in counters:
             counter.zero_()
-        return StepResult(float(loss), float(norm), bool(skipped), int(blocks))
+        return StepResult(float(loss), float(norm), bool(skipped), int(nonfinite))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -98,9 +102,7 @@ class NativeEngine:
         for _, layer in self.model.linears():
             layer.nonfinite_values.zero_()
             layer.drop_codes()  # the first step must quantise the weight itself, and record its amax
-        rows = [{"gemm": g, "operands": o, "by": by, "count": n} for (g, o, by), n in counts.items()]
-        head = str(self.model.dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
-        return [*rows, {"gemm": "head", "operands": f"{head} x {head}", "by": "reference", "count": 1}]
+        return [{"gemm": g, "operands": o, "by": by, "count": n} for (g, o, by), n in counts.items()]
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, as live tensors (the store copies them)."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = datetime.timedelta(minutes=10)  # a rank that died must not leave the others waiting for ever
+SAVE_TIMEOUT = datetime.timedelta(hours=3)  # while rank 0 writes a large checkpoint to a slow disk
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Ranks:
         if device == "cuda":
             torch.cuda.set_device(local)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world, timeout=TIMEOUT)
-        groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)]
+        groups = [dist.new_group(backend="gloo", timeout=limit) for limit in (TIMEOUT, SAVE_TIMEOUT)]
         return Ranks(rank, world, f"cuda:{local}" if device == "cuda" else device, *groups)
 
     def leave(self) -> None:
@@ -67,6 +68,14 @@ class Ranks:
         value = torch.tensor([int(flag)])
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.host_group)
         return bool(value.item())
+
+    def first(self, text: str, empty: str) -> str:
+        """Of one text a rank, the first that is not `empty`, the same on every rank."""
+        if self.world == 1:
+            return text
+        texts: list[Any] = [None] * self.world
+        dist.all_gather_object(texts, text, group=self.host_group)
+        return next((t for t in texts if t != empty), empty)
 
     def barrier(self) -> None:
         """Waits for all ranks, on the host. For the training loop's thread."""

@@ -12,15 +12,18 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ..config.runfile import differences, write_config
 from ..config.schema import RunConfig
-from ..errors import InputError, MachineError
+from ..errors import STOPPED, InputError, MachineError
 from ..precision.recipe import Recipe, from_json
-from ..runs import read_config
+from ..runs import read_config, write_exit
 from .plan import make_plan
 
 
@@ -56,7 +59,8 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
     folder = runs / config.name
     if (folder / "config.toml").is_file():
         return _existing(folder, config, recipe)
-    if folder.is_dir() and any(folder.iterdir()):
+    # A start that was killed leaves recipe.json alone: config.toml is written last.
+    if folder.is_dir() and any(not path.name.startswith(("recipe.json", "config.toml")) for path in folder.iterdir()):
         raise InputError("the run folder holds something that is not a run", str(folder), "choose another --name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +69,10 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
         write_config(config, folder / "config.toml")
     except PermissionError as error:
         raise InputError("no permission to write here", str(folder), "choose another --runs folder") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(
+            "there is a file where the run folder should be", str(folder), "choose another --runs"
+        ) from error
     except OSError as error:
         raise MachineError(
             f"the run folder cannot be written: {error.strerror}", str(folder), "free some disk space"
@@ -74,18 +82,17 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
 
 def _existing(folder: Path, config: RunConfig, recipe: Recipe) -> RunFolder:
     stored = read_config(folder)
-    here = {"device": config.device, "ranks": config.ranks}  # checkpoints load on any device and number of ranks
-    changed = differences(stored.model_copy(update=here), config)
+    changed = differences(stored, config)
+    # Checkpoints load on any device and number of ranks.
+    here: dict[str, object] = {"device": config.device, "ranks": config.ranks}
     earlier = load_recipe_file(folder)
     if earlier.hash != recipe.hash:
         changed.append(f"recipe {recipe.name}: {earlier.hash} -> {recipe.hash}")
     if changed:
         hint = "repeat the settings of that run, choose another --name, or pass --new"
         raise InputError("this run was made with other settings: " + "; ".join(changed), str(folder), hint)
-    if (config.device, config.ranks) != (stored.device, stored.ranks):
-        stored = stored.model_copy(update=here)
-        write_config(stored, folder / "config.toml")
-    return RunFolder(folder, stored, earlier, "resume")
+    here |= {"runs": config.runs, "data": config.data}  # the same corpora, perhaps in another place
+    return RunFolder(folder, stored.model_copy(update=here), earlier, "resume")
 
 
 def load_recipe_file(folder: Path) -> Recipe:
@@ -108,11 +115,20 @@ def _check_disk(folder: Path, config: RunConfig, recipe: Recipe) -> None:
 
 
 class Workers:
-    """Ranks 1 .. N-1 of a run as child processes of rank 0, on this machine."""
+    """Ranks 1 .. N-1 of a run as child processes of rank 0, on this machine.
 
-    def __init__(self, folder: Path, attempt: Path, ranks: int) -> None:
+    Args:
+        folder: the run folder, complete.
+        attempt: where their logs and exit records go.
+        ranks: N.
+        on_death: called from another thread when a worker failed and rank 0, waiting for it, has not noticed in time.
+    """
+
+    GRACE_S = 20.0  # rank 0 usually sees a broken connection by itself within this time
+
+    def __init__(self, folder: Path, attempt: Path, ranks: int, on_death: Callable[[MachineError], None]) -> None:
         self.children: list[subprocess.Popen[bytes]] = []
-        self.attempt = attempt
+        self.attempt, self._on_death, self._over = attempt, on_death, threading.Event()
         if ranks == 1:
             return
         with socket.socket() as probe:
@@ -121,32 +137,45 @@ class Workers:
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update(shared, RANK="0", LOCAL_RANK="0")
         for rank in range(1, ranks):
-            log = (attempt / f"rank-{rank}.log").open("wb")
             environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", "infir2_core.launch.worker", str(folder), str(attempt)]
-            self.children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            with (attempt / f"rank-{rank}.log").open("wb") as log:
+                self.children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        threading.Thread(target=self._guard, name="worker-guard", daemon=True).start()
 
     def explain(self, error: Exception) -> Exception:
         """The failure of a worker when one failed by itself, else `error`."""
-        for rank, child in enumerate(self.children, 1):
-            try:
-                code = child.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                continue
-            if code not in (0, 75):
-                where = str(self.attempt / f"rank-{rank}.log")
-                return MachineError(
-                    f"rank {rank} ended with exit code {code}", where, "the same command resumes the run"
-                )
-        return error
+        deadline = time.monotonic() + 5
+        while self.children and not self._failed() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._failed() or error
 
     def close(self, failed: bool) -> None:
-        """Waits for the workers; ends them when rank 0 failed."""
+        """Waits for the workers; ends them, soon, when rank 0 failed."""
+        self._over.set()
+        deadline = time.monotonic() + (5 if failed else 60)
         for child in self.children:
             if failed:
                 child.terminate()
+        for rank, child in enumerate(self.children, 1):
             try:
-                child.wait(timeout=60)
+                child.wait(timeout=max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+                write_exit(self.attempt, rank, 1, "ended by rank 0, which had failed or had waited too long")
+
+    def _failed(self) -> MachineError | None:
+        for rank, child in enumerate(self.children, 1):
+            if child.poll() not in (None, 0, STOPPED):
+                where, hint = str(self.attempt / f"rank-{rank}.log"), "the same command resumes the run"
+                return MachineError(f"rank {rank} ended with exit code {child.returncode}", where, hint)
+        return None
+
+    def _guard(self) -> None:
+        while not self._over.wait(0.5):
+            error = self._failed()
+            if error is not None:
+                if not self._over.wait(self.GRACE_S):
+                    self._on_death(error)
+                return

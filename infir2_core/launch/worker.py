@@ -11,6 +11,7 @@ from ..engines.ranks import Ranks
 from ..errors import STOPPED, Infir2Error
 from ..runs import read_config, write_exit
 from ..train.loop import Run
+from ..train.stop import StopRequest
 from .local import load_recipe_file
 
 
@@ -31,19 +32,23 @@ class Silent:
 
 
 def main(folder: Path, attempt: Path) -> int:
-    """Trains as the rank that the environment names; returns the exit code."""
+    """Trains as the rank that the environment names; returns the exit code, which is also written to the attempt."""
     rank = int(os.environ["RANK"])
     try:
-        config = read_config(folder)
-        ranks = Ranks.join(config.ranks, config.device)
-        outcome = Run(config, load_recipe_file(folder), folder, ranks, Silent()).train()
-        ranks.leave()
-        code = STOPPED if outcome.stopped else 0
-        write_exit(attempt, rank, code)
+        with StopRequest(folder) as stop:
+            config = read_config(folder)
+            ranks = Ranks.join(config.ranks, config.device)
+            outcome = Run(config, load_recipe_file(folder), folder, ranks, Silent(), stop).train()
+            ranks.leave()
     except Infir2Error as error:
         print(error, file=sys.stderr)
         write_exit(attempt, rank, error.exit_code, error.what)
         return error.exit_code
+    except Exception as error:
+        write_exit(attempt, rank, 1, f"{type(error).__name__}: {error}")
+        raise
+    code = STOPPED if outcome.stopped else 0
+    write_exit(attempt, rank, code)
     return code
 
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config.schema import ModelShape
 from ..data.batch import Batch
+from ..ops.dispatch import ledger
 from ..ops.reference.attention import attention
 from ..ops.reference.elementwise import rmsnorm, rope, rope_tables, swiglu
 from ..ops.reference.loss import linear_logprob
@@ -59,16 +60,14 @@ class Block(nn.Module):
     def attend(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """The attention half without its residual, [T, D]."""
         s = self.shape
-        heads = self.qkv(rmsnorm(x_TD, rounded(self.norm1, x_TD), s.norm_eps)).view(
-            -1, s.heads + 2 * s.kv_heads, s.head_dim
-        )
+        heads = self.qkv(rmsnorm(x_TD, self.norm1, s.norm_eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         out = attention(rope(q, cos, sin), rope(k, cos, sin), v, lengths)
         return self.o(out.reshape(-1, s.heads * s.head_dim))  # type: ignore[no-any-return]
 
     def feed(self, x_TD: Tensor) -> Tensor:
         """The feed-forward half without its residual, [T, D]."""
-        normed = rmsnorm(x_TD, rounded(self.norm2, x_TD), self.shape.norm_eps)
+        normed = rmsnorm(x_TD, self.norm2, self.shape.norm_eps)
         return self.down(swiglu(self.gate_up(normed)))  # type: ignore[no-any-return]
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...], recompute: str) -> Tensor:
@@ -108,7 +107,7 @@ class Decoder(nn.Module):
                 x = _again(block, x, cos, sin, batch.lengths, "none")
             else:
                 x = block(x, cos, sin, batch.lengths, self.recompute)
-        return rmsnorm(x, rounded(self.norm, x), self.shape.norm_eps)
+        return rmsnorm(x, self.norm, self.shape.norm_eps)
 
     def logits(self, batch: Batch) -> Tensor:
         """float32 [T, V]; for tests and generation, training uses `logprobs`."""
@@ -117,7 +116,9 @@ class Decoder(nn.Module):
     def logprobs(self, batch: Batch) -> Tensor:
         """log p(target) of each token, float32 [T]."""
         weight = self._head_weight()
-        return linear_logprob(self.hidden(batch), weight, weight.detach().to(self.dtype), batch.targets_T)
+        hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
+        ledger.add("head", hidden, head)
+        return linear_logprob(hidden, weight, head, batch.targets_T)
 
     def _head_weight(self) -> nn.Parameter:
         return self.embed if self.head is None else self.head
@@ -178,11 +179,6 @@ class Decoder(nn.Module):
 def operands_of(recipe: Recipe, policy: Policy) -> Operands:
     """Resolves the spec names of a policy."""
     return Operands(**{key.replace(".", "_"): recipe.spec(name) for key, name in policy.operands().items()})
-
-
-def rounded(master: Tensor, like: Tensor) -> Tensor:
-    """The master as the compute dtype sees it, still differentiable."""
-    return master.to(like.dtype)
 
 
 def _again(function: object, *args: object) -> Tensor:

@@ -82,7 +82,8 @@ class Linear(nn.Module):
         if row_spec is None and col_spec is None:
             return source, source.T
         made = quantize(source, QuantPlan(row=row_spec, col=col_spec), state)
-        self.nonfinite_values += made.nonfinite
+        if training:
+            self.nonfinite_values += made.nonfinite
         return made.row if made.row is not None else source, made.col if made.col is not None else source.T
 
     def drop_codes(self) -> None:
@@ -102,7 +103,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, training: bool) -> Tensor:
         w_row, w_col = layer.prepared_weight()
         x_row, x_col = layer.both(x, "x", training)
-        y = matmul("fprop", x_row, w_row, x.dtype, bias)
+        y = matmul("fprop", x_row, w_row, x.dtype, None if bias is None else bias.to(layer.dtype))
         if training:
             ctx.layer, ctx.has_bias = layer, bias is not None
             ctx.x_meta, x_saved = _pack(x_col)

@@ -30,6 +30,11 @@ class Ledger:
         self.recording = True
         self.counts.clear()
 
+    def add(self, gemm: str, a: Operand, b: Operand, implementation: str = "reference") -> None:
+        """Counts one GEMM while recording."""
+        if self.recording:
+            self.counts[gemm, f"{_label(a)} x {_label(b)}", implementation] += 1
+
     def stop(self) -> Counter[tuple[str, str, str]]:
         """Ends recording; the counts are those of a model step, not of threads or ranks elsewhere."""
         self.recording = False
@@ -49,8 +54,7 @@ def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tens
         out_dtype: bfloat16 or float32.
         bias: [N] or None.
     """
-    if ledger.recording:
-        ledger.counts[gemm, f"{_label(a)} x {_label(b)}", "reference"] += 1
+    ledger.add(gemm, a, b)
     return reference.matmul(a, b, out_dtype, bias)
 
 

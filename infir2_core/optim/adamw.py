@@ -37,8 +37,12 @@ class AdamW:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def step(self, lr: float) -> tuple[Tensor, Tensor]:
+    def step(self, lr: float, poisoned: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One update with the gradients in `.grad` (float32, already averaged), which are then cleared.
+
+        Args:
+            lr: learning rate of this step.
+            poisoned: bool scalar on the device: skip although the gradient is finite.
 
         Returns:
             Global gradient norm before clipping, and whether the step was skipped because it was not finite: scalars on
@@ -46,7 +50,8 @@ class AdamW:
         """
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        skipped = (~torch.isfinite(norm)).float()
+        bad = ~torch.isfinite(norm)
+        skipped = (bad if poisoned is None else bad | poisoned).float()
         self._adam.found_inf = skipped  # type: ignore[attr-defined]
         # The fused kernel divides gradients by grad_scale.
         scale = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)

@@ -2,7 +2,7 @@
 
 The optimizer step numbered s (counting from 1) uses `learning_rate(settings, s - 1)`: the rate depends on the steps
 already done, so the very first step of a warm-up has rate 0, as upstream's runs have. Equal to megatron-core's
-OptimizerParamScheduler at every step (tests/unit/test_schedule.py).
+OptimizerParamScheduler at every step (tests/unit/test_optim.py).
 """
 
 from __future__ import annotations
@@ -35,5 +35,6 @@ def learning_rate(settings: CptSettings, done: int) -> float:
 
 
 def decay_done(settings: CptSettings, done: int) -> bool:
-    """Whether no stable-phase checkpoint is needed any more: the run has decayed to its end."""
-    return done >= settings.steps
+    """Whether no stable-phase checkpoint is needed any more: the run has decayed, to its end."""
+    decays = settings.schedule == "cosine" or (settings.schedule == "wsd" and settings.decay_steps > 0)
+    return decays and done >= settings.steps

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..errors import InputError, nearest
 from .spec import Data, QSpec
@@ -87,6 +87,14 @@ class Rule(Data):
 
     match: str
     use: str
+
+    @field_validator("match")
+    @classmethod
+    def _counts(cls, match: str) -> str:
+        kind, _, value = match.partition(":")
+        if kind in ("first", "last") and value and not value.isdigit():
+            raise ValueError(f"match = '{match}': a number of blocks must follow {kind}:")
+        return match
 
     def hits(self, name: str, role: str, index: int | None, layers: int) -> bool:
         """Whether the layer called `name` with `role`, in block `index` (None outside the stack) of `layers`,

@@ -27,8 +27,12 @@ def missing_pieces(recipe: Recipe) -> list[str]:
             spec = recipe.spec(spec_name)
             if spec is not None:
                 found += _spec(spec)
-        if policy.accumulate not in ("fp32", "promote(128)"):
+            elif spec_name != recipe.compute:
+                found.append(f"{spec_name} operands in a recipe that computes in {recipe.compute}")
+        if policy.accumulate != "fp32":
             found.append(f"accumulation {policy.accumulate}")
+    if any(recipe.spec(name) for name in recipe.policy_for("head", "head").operands().values()):
+        found.append("quantised LM head")
     found += [
         f"layer rule '{rule.match}' (needs calibration)" for rule in recipe.layers if rule.match.startswith("spike:")
     ]

@@ -8,76 +8,87 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..data.batch import Batch
 from ..model.decoder import Block, Decoder
 from ..model.linear import Linear
 from .fault_points import VARIABLE
 
-
-class _Hooks(AbstractContextManager["_Hooks"]):
-    """Forward hooks on the blocks and linears of a model, removed on exit."""
-
-    def __init__(self, model: Decoder) -> None:
-        self.model, self.stack = model, ExitStack()
-
-    def add(self, hook: Callable[[str, Any], None]) -> None:
-        for name, module in self.model.named_modules():
-            if isinstance(module, (Linear, Block)):
-                handle = module.register_forward_hook(lambda _m, _i, out, name=name: hook(name, out))
-                self.stack.callback(handle.remove)
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
+INNOCENT = "no layer: the batch is finite when it runs again (a hardware error or a race)"
 
 
 def find_offender(model: Decoder, batches: Sequence[Batch], device: str) -> str:
     """Names the layer where the first non-finite value appears when `batches` run again.
 
-    Weights are looked at before anything runs, then outputs in forward order, then gradients in backward order.
+    Weights are looked at before anything runs, then outputs in forward order, gradients in backward order (a layer that
+    turns finite gradients into others is named, not the one that receives them), weight gradients, and last what
+    quantisers saw, because they turn an infinity into a number.
 
     Returns:
-        A phrase such as "the output of layers.3.down" for the error message.
+        A phrase such as "the output of layers.3.down" for the error message; `INNOCENT` when all is finite.
     """
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if not _finite(parameter):
             return f"the weight {name}"
     found: list[str] = []
-
-    def watch(name: str, out: Tensor) -> None:
-        if not found and not bool(torch.isfinite(out).all()):
-            found.append(f"the output of {name}")
-        if out.requires_grad:
-            out.register_hook(lambda grad: watch_grad(name, grad))
-
-    def watch_grad(name: str, grad: Tensor) -> None:
-        if not found and not bool(torch.isfinite(grad).all()):
-            found.append(f"the gradient of the output of {name}")
-
-    with _Hooks(model) as hooks:
-        hooks.add(watch)
+    recompute, model.recompute = model.recompute, "none"  # hooks must not run twice
+    with ExitStack() as stack:
+        stack.callback(setattr, model, "recompute", recompute)
+        for name, module in model.named_modules():
+            if isinstance(module, Linear | Block):
+                for handle in _watch(name, module, found):
+                    stack.callback(handle.remove)
+        total = sum(float(batch.weights_T.sum()) for batch in batches)
         for batch in batches:
-            moved = batch.to(device)
-            loss = -(moved.weights_T * model.logprobs(moved)).sum()
-            if not found and not bool(torch.isfinite(loss)):
-                found.append("the loss")
-            loss.backward()  # type: ignore[no-untyped-call]
-            model.zero_grad(set_to_none=True)
+            _run_again(model, batch.to(device), total, found)
             if found:
                 return found[0]
-    return "no layer: the batch is finite when it runs again (a hardware error or a race)"
+    return INNOCENT
 
 
-def save_batch(folder: Path, step: int, batches: Sequence[Batch]) -> Path:
-    """Writes the microbatches of a step to FOLDER/faults/step-N.safetensors and returns the path."""
-    path = folder / "faults" / f"step-{step:08d}.safetensors"
+def _run_again(model: Decoder, batch: Batch, total: float, found: list[str]) -> None:
+    loss = -(batch.weights_T * model.logprobs(batch)).sum() / total
+    if not found and not _finite(loss):
+        found.append("the loss")
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if not found and parameter.grad is not None and not _finite(parameter.grad):
+            found.append(f"the gradient of {name}")
+    model.zero_grad(set_to_none=True)
+    for name, layer in model.linears():
+        if not found and int(layer.nonfinite_values):
+            found.append(f"what {name} quantised")
+        layer.nonfinite_values.zero_()
+
+
+def _watch(name: str, module: nn.Module, found: list[str]) -> list[RemovableHandle]:
+    def forward(_m: nn.Module, _i: object, out: Tensor) -> None:
+        if not found and not _finite(out):
+            found.append(f"the output of {name}")
+
+    def backward(_m: nn.Module, grad_in: tuple[Tensor | None, ...], grad_out: tuple[Tensor | None, ...]) -> None:
+        if found or all(g is None or _finite(g) for g in grad_in):
+            return
+        innocent = all(g is None or _finite(g) for g in grad_out)
+        found.append(f"the backward pass of {name}" if innocent else f"the gradient of the output of {name}")
+
+    return [module.register_forward_hook(forward), module.register_full_backward_hook(backward)]  # type: ignore[arg-type]
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())
+
+
+def save_batch(folder: Path, step: int, rank: int, batches: Sequence[Batch]) -> Path:
+    """Writes a rank's microbatches of a step to FOLDER/faults/step-N.rank-R.safetensors and returns the path."""
+    path = folder / "faults" / f"step-{step:08d}.rank-{rank}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for index, batch in enumerate(batches):
@@ -89,16 +100,38 @@ def save_batch(folder: Path, step: int, batches: Sequence[Batch]) -> Path:
 
 
 def plant_nan(model: nn.Module, step: Callable[[], int]) -> None:
-    """Test instrumentation: INFIR2_FAULT=nan:LAYER[@step=N[-M]] makes the output of that layer NaN at those steps."""
+    """Test instrumentation: INFIR2_FAULT=nan:LAYER[@step=N[-M]] makes the output of that layer NaN at those steps,
+    nan-grad:LAYER the gradient that it passes on, inf:LAYER one element of its output infinite.
+    """
     for entry in os.environ.get(VARIABLE, "").split(","):
         kind, _, rest = entry.strip().partition(":")
-        if kind != "nan":
+        if kind not in ("nan", "nan-grad", "inf"):
             continue
         layer, _, when = rest.partition("@step=")
         first, _, last = when.partition("-")
-        low, high = (int(first), int(last or first)) if first else (0, 1 << 60)
+        span = range(int(first), int(last or first) + 1) if first else range(1 << 60)
+        module = model.get_submodule(layer)
+        if kind == "nan-grad":
+            module.register_full_backward_hook(_poison_gradient(span, step))  # type: ignore[arg-type]
+        else:
+            module.register_forward_hook(_poison_output(kind, span, step))
 
-        def poison(_m: nn.Module, _i: object, out: Tensor, low: int = low, high: int = high) -> Tensor:
-            return out * float("nan") if low <= step() <= high and torch.is_grad_enabled() else out
 
-        model.get_submodule(layer).register_forward_hook(poison)
+def _poison_output(kind: str, span: range, step: Callable[[], int]) -> Callable[..., Tensor | None]:
+    def hook(_m: nn.Module, _i: object, out: Tensor) -> Tensor | None:
+        if step() not in span or not torch.is_grad_enabled():
+            return None
+        if kind == "nan":
+            return out * float("nan")
+        spike = torch.zeros_like(out)
+        spike.view(-1)[0] = float("inf")
+        return out + spike
+
+    return hook
+
+
+def _poison_gradient(span: range, step: Callable[[], int]) -> Callable[..., tuple[Tensor, ...] | None]:
+    def hook(_m: nn.Module, grad_in: tuple[Tensor, ...], _g: object) -> tuple[Tensor, ...] | None:
+        return tuple(g * float("nan") for g in grad_in) if step() in span else None
+
+    return hook

@@ -11,6 +11,7 @@ terminal, a test) gets events through `Watcher`; nothing here prints.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ from ..model.hf import load_hf
 from ..optim.schedule import decay_done, learning_rate
 from ..precision.recipe import Recipe
 from .checkpoint import CheckpointStore
-from .faults import find_offender, plant_nan, save_batch
+from .faults import INNOCENT, find_offender, plant_nan, save_batch
+from .manifest import read_manifest
 from .metrics import MetricsLog
 from .stop import StopRequest
 
@@ -86,6 +88,7 @@ class Run:
     folder: Path
     ranks: Ranks
     watcher: Watcher
+    stop: StopRequest
     position: Position = field(default_factory=Position)
 
     def train(self) -> Outcome:
@@ -96,6 +99,7 @@ class Run:
         """
         cpt = self.config.cpt
         if self.config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
             torch.use_deterministic_algorithms(True)
         self.engine = NativeEngine(self.config, self.recipe, self.ranks)
         plant_nan(self.engine.model, lambda: self.position.step + 1)
@@ -113,30 +117,35 @@ class Run:
         log = MetricsLog(self.folder, self.position.step if resumed else None) if leader else None
         if log is not None and log.note:
             self.watcher.note(log.note)
-        outcome = Outcome(self.position.step, None, None)
+        outcome = Outcome(self.position.step, None, None, self._stop_reason())
         try:
-            with StopRequest(self.folder) as stop:
-                if self.position.step < cpt.steps:
-                    self._prove_precision(corpus)
-                if not resumed and cpt.eval_every:
+            if outcome.stopped is not None and not resumed:
+                self._save()  # a stop during start-up: the run goes on from here
+            elif outcome.stopped is None and self.position.step < cpt.steps:
+                self._prove_precision(corpus)
+                if not resumed:
                     outcome.eval_loss = self._evaluate(corpus, log)
-                    self._check_loaded(outcome.eval_loss)
-                while self.position.step < cpt.steps and outcome.stopped is None:
-                    outcome.loss = self._step(corpus, log)
-                    done = outcome.step = self.position.step
-                    if cpt.eval_every and (done % cpt.eval_every == 0 or done == cpt.steps):
-                        outcome.eval_loss = self._evaluate(corpus, log)
-                    reason = stop.requested()
-                    if self.ranks.any(reason is not None) and done < cpt.steps:
-                        outcome.stopped = reason or "another rank was asked to stop"
-                    if done % cpt.save_every == 0 or done == cpt.steps or outcome.stopped:
-                        self._save()
-                self.store.wait()
-                self.store.retire(decay_done(cpt, self.position.step))
+                    self._check_loaded(corpus, outcome.eval_loss)
+            while self.position.step < cpt.steps and outcome.stopped is None:
+                outcome.loss = self._step(corpus, log)
+                done = outcome.step = self.position.step
+                if cpt.eval_every and (done % cpt.eval_every == 0 or done == cpt.steps):
+                    outcome.eval_loss = self._evaluate(corpus, log)
+                if done < cpt.steps:
+                    outcome.stopped = self._stop_reason()
+                if done % cpt.save_every == 0 or done == cpt.steps or outcome.stopped:
+                    self._save()
+            self.store.wait()
+            self.store.retire(decay_done(cpt, self.position.step))
         finally:
             if log is not None:
                 log.close()
         return outcome
+
+    def _stop_reason(self) -> str | None:
+        """Why to stop now, the same on every rank; None to go on."""
+        reason = self.stop.requested()
+        return reason or "another rank was asked to stop" if self.ranks.any(reason is not None) else None
 
     def _restore(self) -> bool:
         """Loads the newest checkpoint of this run (True), or the weights the run starts from (False)."""
@@ -167,13 +176,17 @@ class Run:
             load_hf(self.engine.model, Path(source.path))
         else:
             path = Path(source.path)
-            loaded = CheckpointStore(path.parent).load(path)
+            names = read_manifest(path)["tensors"]
+            wanted = {n: None for n in names if source.optimizer or n.startswith("model/")}
+            loaded = CheckpointStore(path.parent).load(path, wanted)
             self.engine.load(loaded.tensors, loaded.state["engine"], source.optimizer, str(path))
             if source.optimizer:
                 earlier = Position(**loaded.state["position"])
-                self.position = Position(
-                    samples=earlier.samples, train_samples=earlier.train_samples, tokens=earlier.tokens
-                )
+                self.position = Position(tokens=earlier.tokens)
+                if loaded.state["data"] == self._data_order():
+                    self.position.samples, self.position.train_samples = earlier.samples, earlier.train_samples
+                else:
+                    self.watcher.note("data, seed or sequence length are not those of the checkpoint: data starts anew")
         for _, layer in self.engine.model.linears():
             layer.drop_codes()
 
@@ -260,7 +273,7 @@ class Run:
 
     def _evaluate(self, corpus: Corpus, log: MetricsLog | None) -> float | None:
         valid, cpt = corpus.valid, self.config.cpt
-        if valid is None:
+        if valid is None or not cpt.eval_every:
             return None
         batches: list[Batch] = []
         for i in range(cpt.eval_iters):
@@ -278,10 +291,12 @@ class Run:
         self.watcher.evaluated(record)
         return loss
 
-    def _check_loaded(self, loss: float | None) -> None:
+    def _check_loaded(self, corpus: Corpus, loss: float | None) -> None:
         source = self.config.source
-        if loss is None or source.kind == "scratch" or not source.check:
+        if source.kind == "scratch" or not source.check:
             return
+        if loss is None:  # without validation, the first training batch tells as much
+            loss = self.engine.evaluate(self._microbatches(corpus.train.__getitem__, self.position.samples))
         limit = math.log(self.config.model.vocab)
         if not loss < UNTRAINED * limit:
             raise InputError(
@@ -291,17 +306,25 @@ class Run:
             )
 
     def _save(self) -> None:
+        # What is not kept any more goes before the next one is written, so that the disk never holds more than planned;
+        # milestones stay until the last checkpoint is complete (train).
+        self.store.wait()
+        self.store.retire(decay_done=False)
         self.store.save(
             self.position.step,
             self.engine.tensors(),
-            {"position": self.position.state(), "engine": self.engine.state()},
+            {"position": self.position.state(), "data": self._data_order(), "engine": self.engine.state()},
         )
-        self.store.retire(decay_done(self.config.cpt, self.position.step))
+
+    def _data_order(self) -> list[Any]:
+        """What decides which sample is the n-th."""
+        cpt = self.config.cpt
+        return [[[b.content, b.weight] for b in self.config.data], cpt.seq_len, cpt.seed, cpt.split]
 
     def _give_up(self, batches: list[Batch]) -> None:
         self.store.wait()
-        path = save_batch(self.folder, self.position.step, batches)
-        offender = find_offender(self.engine.model, batches, self.ranks.device)
+        path = save_batch(self.folder, self.position.step, self.ranks.rank, batches)
+        offender = self.ranks.first(find_offender(self.engine.model, batches, self.ranks.device), INNOCENT)
         raise DivergedError(
             f"{self.position.skips} steps in a row were not finite; the trouble begins in {offender}",
             f"step {self.position.step}; its batch is kept in {path}",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from infir2_core.config.hf_config import shape_to_hf
 from infir2_core.config.presets import load_preset
@@ -90,6 +92,7 @@ def test_random_weights_must_be_asked_for(train: Train) -> None:
 def test_a_size_that_contradicts_the_weights(train: Train, tmp_path: Path) -> None:
     config = shape_to_hf(load_preset("1.5b").model)
     (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(1536)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert_refused(train("--size", "0.5b", "--from", tmp_path), 3, "24", "28")
 
 
@@ -101,6 +104,34 @@ def test_other_settings_under_the_same_name(train: Train, tmp_path: Path) -> Non
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_other_data_under_the_same_prefix(train: Train, corpus: Path, tmp_path: Path) -> None:
+    prefix = copy_corpus(corpus, tmp_path)
+    assert train("--steps", 3, "--data", prefix).returncode == 0
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    again = train("--steps", 3, "--data", copy_corpus(corpus, moved))
+    assert again.returncode == 0 and "resuming run at step 3" in again.stdout, "the same corpus in another place"
+    sidecar = json.loads(prefix.with_suffix(".json").read_text())
+    prefix.with_suffix(".json").write_text(json.dumps(sidecar | {"content": "0" * 64}))
+    assert_refused(train("--steps", 3, "--data", prefix), 3, "data.0.content")
+
+
+def test_a_start_that_was_killed_is_no_obstacle(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "recipe.json").write_text("{")
+    assert train("--steps", 3).returncode == 0
+
+
+def test_a_file_where_the_runs_should_be(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("not a folder")
+    assert_refused(train("--steps", 3), 3, "there is a file", "--runs")
+
+
+@pytest.mark.parametrize("seed", [2**32, -1])
+def test_seeds_that_do_not_fit(train: Train, seed: int) -> None:
+    assert_refused(train("--seed", seed), 3, "seed")
+
+
 def test_a_folder_that_is_not_a_run(train: Train, tmp_path: Path) -> None:
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "runs" / "run" / "letter.txt").write_text("keep me")
@@ -108,31 +139,19 @@ def test_a_folder_that_is_not_a_run(train: Train, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "run" / "letter.txt").read_text() == "keep me"
 
 
-@pytest.mark.skipif(
-    os.geteuid() == 0 and shutil.which("su") is None, reason="root ignores permissions and there is no su"
-)
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write anywhere, no setpriv")
 def test_no_permission(corpus: Path, tmp_path: Path) -> None:
-    """As an ordinary user: root may write anywhere."""
-    code = (
-        "import os, sys\n"
-        "if os.geteuid() == 0: os.setegid(65534); os.seteuid(65534)\n"
-        "from infir2_cli.main import main\nmain()\n"
-    )
-    root = Path(__file__).resolve().parents[2]
+    """Root loses its right to override permission bits for this one."""
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    for folder in (*tmp_path.parents, *corpus.parents):
-        if str(folder).startswith("/tmp/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
-    for path in corpus.parent.glob(corpus.name + ".*"):
-        path.chmod(0o755)
+    ordinary = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    root = str(Path(__file__).resolve().parents[2])
     arguments = ["cpt", "--size", "tiny", "--steps", "3", "--data", str(corpus), "--runs", str(locked / "runs")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "--device", "cpu"],
-        env={**os.environ, "PYTHONPATH": str(root), "HOME": str(tmp_path)},
+        [*ordinary, sys.executable, "-m", "infir2_cli", *arguments, "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        cwd="/",
     )
     assert_refused(done, 3, "permission", str(locked))
 

@@ -160,13 +160,30 @@ def test_non_finite_steps_are_skipped_and_logged(train: Train, tmp_path: Path) -
     assert "step 3: the gradient was not finite" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "fault,recipe,extra,culprit",
+    [
+        ("nan:layers.1.down", "infir2", ["--recompute", "full"], "the output of layers.1.down"),
+        ("nan:layers.0", "bf16", ["--recompute", "selective"], "the output of layers.0"),
+        ("nan-grad:layers.1.qkv", "bf16", [], "the backward pass of layers.1.qkv"),
+        ("inf:layers.2.gate_up", "infir2", [], "the output of layers.2.gate_up"),
+    ],
+)
+def test_the_layer_is_named_in_every_direction(
+    train: Train, fault: str, recipe: str, extra: list[str], culprit: str
+) -> None:
+    done = train("--steps", 9, "--recipe", recipe, "--max-skips", 1, *extra, env={"INFIR2_FAULT": f"{fault}@step=3-99"})
+    assert done.returncode == 5, done.stderr
+    assert f"the trouble begins in {culprit}" in done.stderr
+
+
 def test_too_many_in_a_row_end_the_run_and_name_the_layer(train: Train, tmp_path: Path) -> None:
     done = train(
         "--steps", 20, "--recipe", "bf16", "--max-skips", 2, env={"INFIR2_FAULT": "nan:layers.1.down@step=5-99"}
     )
     assert done.returncode == 5, done.stderr
     assert "3 steps in a row" in done.stderr and "the output of layers.1.down" in done.stderr
-    assert list((tmp_path / "runs" / "run" / "faults").glob("step-00000007.safetensors"))
+    assert list((tmp_path / "runs" / "run" / "faults").glob("step-00000007.rank-0.safetensors"))
     exits = json.loads((tmp_path / "runs" / "run" / "logs" / "attempt-1" / "rank-0.exit.json").read_text())
     assert exits["exit_code"] == 5
 

@@ -79,3 +79,20 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
     tensors["model/model.norm.weight"] = torch.zeros(3)
     with pytest.raises(InputError, match=r"is \[3\], this model needs \[160\]"):
         made.load(tensors, state, optimizer=False, where="test")
+
+
+def test_an_infinity_that_a_quantiser_would_hide_skips_the_step() -> None:
+    """E4M3 stores an infinity as 448, which makes every gradient finite: the quantisers' count has to stop the step."""
+    made = engine("infir2")
+    layer = made.model.get_submodule("layers.0.gate_up")
+
+    def spike(_m: object, _i: object, grad_out: tuple[torch.Tensor]) -> None:
+        grad_out[0].view(-1)[0] = float("inf")
+
+    handle = layer.register_full_backward_pre_hook(lambda m, g: (spike(m, None, g), g)[1])
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    result = made.train_step([rows_to_batch(rows(WIDE, (30,), seed=3))], 1e-3)
+    handle.remove()
+    assert result.skipped and result.nonfinite_values > 0
+    assert all(torch.equal(p, before[n]) for n, p in made.model.named_parameters())
+    assert not made.train_step([rows_to_batch(rows(WIDE, (30,), seed=3))], 1e-3).skipped

@@ -56,10 +56,13 @@ def test_dequantise_then_multiply_agrees_with_the_blockwise_definition() -> None
 
 
 def test_bias_is_added_before_the_rounding() -> None:
-    a, b = torch.ones(1, 4, dtype=torch.bfloat16), torch.full((1, 4), 64.25, dtype=torch.bfloat16)
-    bias = torch.tensor([-256.0], dtype=torch.bfloat16)
-    assert matmul(a, b, torch.bfloat16, bias).item() == 0.0 or matmul(a, b, torch.bfloat16, bias).item() == 1.0
-    assert matmul(a, b, torch.float32, bias).item() == (torch.tensor(64.25).bfloat16().float() * 4 - 256).item()
+    """256 + 0.75 + 0.5: rounding the product first would give 256 + 0.5 -> 256; one rounding gives 258 (step 2)."""
+    a = torch.tensor([[16.0, 1.0]], dtype=torch.bfloat16)
+    b = torch.tensor([[16.0, 0.75]], dtype=torch.bfloat16)
+    bias = torch.tensor([0.5], dtype=torch.bfloat16)
+    assert matmul(a, b, torch.bfloat16).item() == 256.0
+    assert matmul(a, b, torch.bfloat16, bias).item() == 258.0
+    assert matmul(a, b, torch.float32, bias).item() == 257.25
 
 
 def test_linear_layer_equals_transformer_engine() -> None:

@@ -45,6 +45,20 @@ def test_which_recipes_run() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "change,piece",
+    [
+        (('use = "bf16"', 'use = "default"'), "quantised LM head"),
+        (('x = "tile", w = "square"', 'x = "fp32", w = "square"'), "fp32 operands in a recipe that computes in bf16"),
+        (("[[layers]]", 'accumulate = "promote(128)"\n\n[[layers]]'), "accumulation promote(128)"),
+    ],
+)
+def test_what_would_not_be_executed_is_refused(change: tuple[str, str], piece: str) -> None:
+    text = (FOLDER / "infir2.toml").read_text()
+    assert change[0] in text
+    assert parse(text.replace(*change), "test").missing() == [piece]
+
+
 def test_infir2_is_what_the_design_says() -> None:
     recipe = load_recipe("infir2")
     for role in LINEARS:
@@ -83,6 +97,7 @@ def test_first_matching_rule_wins() -> None:
         (('format = "e4m3"', 'format = "fp8"'), "fp8"),
         (("[policy.default", "[policy.other"), "policy.default"),
         (("format = 1", "format = ["), "TOML"),
+        (('match = "head"', 'match = "first:x"'), "first:x"),
     ],
 )
 def test_broken_recipes_are_refused_with_a_reason(change: tuple[str, str], message: str) -> None:

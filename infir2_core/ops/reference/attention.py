@@ -49,9 +49,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _fast_backends(q: Tensor) -> AbstractContextManager[None]:
-    """cuDNN for half precision: its backward takes half the time of the flash backend on Hopper
-    (docs/performance.md).
-    """
+    """cuDNN for half precision: on Hopper it is faster than SDPA's flash backend, in backward most of all."""
     if q.dtype != torch.bfloat16:
         return nullcontext()
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)

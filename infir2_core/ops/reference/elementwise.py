@@ -18,7 +18,7 @@ class _RMSNorm(torch.autograd.Function):
         x32 = x.float()
         rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd).mul_(weight.float()).to(x.dtype)
+        return (x32 * rstd).mul_(weight.to(x.dtype).float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -26,13 +26,16 @@ class _RMSNorm(torch.autograd.Function):
         grad = grads[0].float()
         normed = x.float() * rstd
         grad_weight = (grad * normed).sum(0)
-        grad_normed = grad * weight.float()
+        grad_normed = grad * weight.to(x.dtype).float()
         projection = (grad_normed * normed).mean(-1, keepdim=True)
         return (grad_normed - normed * projection).mul_(rstd).to(x.dtype), grad_weight, None
 
 
 def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the weight's gradient is float32 [D]."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
+
+    The float32 master weight is rounded to the dtype of x before use; its gradient is float32 [D].
+    """
     return _RMSNorm.apply(x_TD, weight_D, eps)  # type: ignore[no-any-return]
 
 

@@ -184,5 +184,7 @@ def advance_state(state: State, spec: QSpec) -> None:
     now = state["amax_now"].flatten()
     history = state["amax_history"]
     history.copy_(torch.cat([torch.where(now.isinf(), history[:1], now), history[:-1]]))
-    state["amax_used"].copy_(history.max() * 2.0**spec.margin)
+    largest = history.max()
+    # An operand that was zero all along keeps its scale, as in TransformerEngine.
+    state["amax_used"].copy_(torch.where(largest > 0, largest * 2.0**spec.margin, state["amax_used"]))
     state["amax_now"].zero_()
