@@ -315,16 +315,21 @@ def list_runs(runs_dir: Path) -> list[Summary]:
     return sorted(found, key=lambda summary: (summary.updated, summary.name))
 
 
-def resolve_run(ref: str, runs_dir: Path) -> Path:
+def resolve_run(ref: str | None, runs_dir: Path) -> Path:
     """The run folder meant by `ref`: a path, a name in `runs_dir`, or a beginning that only one name has.
+
+    None means the run of `runs_dir` that was written to last.
 
     Raises:
         InputError: none or several match; the hint names what is there.
     """
-    path = Path(ref)
-    if (path / CONFIG).is_file():
-        return path
+    if ref is not None and (Path(ref) / CONFIG).is_file():
+        return Path(ref)
     names = sorted(p.name for p in runs_dir.iterdir() if (p / CONFIG).is_file()) if runs_dir.is_dir() else []
+    if ref is None:
+        if not names:
+            raise InputError("there is no run yet", str(runs_dir), "infir2 cpt --size tiny")
+        return max((runs_dir / name for name in names), key=_last_written)
     if ref in names:
         return runs_dir / ref
     matches = [name for name in names if name.startswith(ref)]
@@ -335,6 +340,11 @@ def resolve_run(ref: str, runs_dir: Path) -> Path:
     if not names:
         raise InputError(f"there is no run '{ref}': no run at all", str(runs_dir), "infir2 cpt --size tiny")
     raise InputError(f"there is no run '{ref}'", str(runs_dir), nearest(ref, names))
+
+
+def _last_written(run_dir: Path) -> float:
+    log = run_dir / "metrics.jsonl"
+    return (log if log.exists() else run_dir / CONFIG).stat().st_mtime
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from infir2_cli.output import DebugFlag, JsonFlag, console, emit, guarded, say, table, warn
+from infir2_core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -63,7 +65,7 @@ def prepare(
 @app.command("show")
 @guarded
 def show(
-    prefix: Annotated[str, typer.Argument(help="Prefix of a corpus, with or without .bin.", show_default=False)],
+    prefix: Annotated[str | None, typer.Argument(help="Prefix of a corpus; default: the project's first.")] = None,
     documents: Annotated[int, typer.Option(min=0, help="Documents to show, from the start.")] = 3,
     json: JsonFlag = False,
     debug: DebugFlag = False,
@@ -72,8 +74,19 @@ def show(
     from infir2_core.data.prefixes import strip_suffix
     from infir2_core.data.show import summarise
 
-    facts = summarise(strip_suffix(prefix), documents)
+    facts = summarise(strip_suffix(prefix or _project_corpus()), documents)
     emit(facts, lambda: _say_facts(facts))
+
+
+def _project_corpus() -> str:
+    from infir2_core.config.project import find_project, load_project
+    from infir2_core.data.prefixes import expand_prefixes
+
+    where = find_project(Path.cwd())
+    sections = list(load_project(where).data.values()) if where else []
+    if not sections or where is None:
+        raise UsageError("no corpus is named", "PREFIX", "infir2 data show PREFIX, or [data.NAME] in infir2.toml")
+    return expand_prefixes(str(where.parent / sections[0].specs[0]))[0]
 
 
 def _bar() -> Progress:

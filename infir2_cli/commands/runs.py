@@ -45,7 +45,9 @@ def list_(runs: RunsFlag = None, json: JsonFlag = False, debug: DebugFlag = Fals
 @app.command("show")
 @guarded
 def show(
-    name: Annotated[str, typer.Argument(help="Name, unique beginning of one, or path of a run.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Name, beginning of one, or path; default: the newest run.")
+    ] = None,
     runs: RunsFlag = None,
     html: Annotated[bool, typer.Option("--html", help="Write report.html into the run folder.")] = False,
     json: JsonFlag = False,
