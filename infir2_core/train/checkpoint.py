@@ -137,10 +137,6 @@ class CheckpointStore:
         if failure is not None:
             raise failure
 
-    def bytes_needed(self, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes of disk that a save of `tensors` by this rank takes, before file headers."""
-        return size_of(tensors)
-
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         host: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
