@@ -123,7 +123,7 @@ class Run:
                 self._save()  # a stop during start-up: the run goes on from here
             elif outcome.stopped is None and self.position.step < cpt.steps:
                 self._prove_precision(corpus)
-                if not resumed:
+                if self.position.step == 0:
                     outcome.eval_loss = self._evaluate(corpus, log)
                     self._check_loaded(corpus, outcome.eval_loss)
             while self.position.step < cpt.steps and outcome.stopped is None:
