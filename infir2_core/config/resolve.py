@@ -302,7 +302,7 @@ def _decay_length(settings: _Settings, flags: CptFlags, size: str, weights: Weig
     assert weights.run is not None
     loaded = weights.run.cpt
     stable = loaded.steps - loaded.decay_steps
-    if weights.run.phase == "decay" or loaded.schedule != "wsd" or weights.step > stable:
+    if not weights.gone and (weights.run.phase == "decay" or loaded.schedule != "wsd" or weights.step > stable):
         notes.append(f"{weights.path} is not from the stable phase: its learning rate had begun to fall already")
     values = settings.values
     decay = values["decay_steps"] or load_preset(size).cpt.decay_steps

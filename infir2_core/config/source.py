@@ -41,6 +41,7 @@ class Weights:
     shape: ModelShape
     config: Path
     run: RunConfig | None = None
+    gone: bool = False  # the folder is not there any more; a run that started from it has checkpoints of its own
 
     @property
     def step(self) -> int:
@@ -68,11 +69,25 @@ def find_weights(reference: str, base: Path, runs: Path, where: str, download: b
         if folder.exists():
             hint = "give the folder, not a file in it"
             raise InputError(f"'{reference}' is a file, expected a folder or a hub id", where, hint)
+        if started := _started_from(Path(os.path.normpath(folder)), runs):
+            return started
     if _HUB_ID.fullmatch(reference):
         return _download(reference, where, download)
     known = [path.name for path in runs.iterdir() if path.is_dir()] if runs.is_dir() else []
     hint = nearest(reference, known) if known else "give a hub id such as Qwen/Qwen2.5-1.5B, or a folder that exists"
     raise InputError(f"'{reference}' is no folder, run or hub id", where, hint)
+
+
+def _started_from(checkpoint: Path, runs: Path) -> Weights | None:
+    """What a run in `runs` says of a checkpoint that it started from and that has been retired since."""
+    for file in sorted(runs.glob(f"*/{CONFIG}")):
+        try:
+            run = read_config(file)
+        except InputError:
+            continue  # another run's trouble
+        if run.source.kind == "checkpoint" and run.source.path == str(checkpoint):
+            return Weights("checkpoint", checkpoint, run.model, file, run, gone=True)
+    return None
 
 
 def matching_size(shape: ModelShape) -> str | None:

@@ -123,6 +123,20 @@ def test_decay_from_a_stable_checkpoint_equals_the_run_that_decays_itself(train:
     ]
 
 
+def test_a_decay_run_resumes_when_its_parent_has_retired_the_checkpoint(train: Train, tmp_path: Path) -> None:
+    shared = ["--recipe", "bf16", "--eval-every", 0, "--save-every", 4]
+    assert train("--steps", 8, "--decay-steps", 2, *shared, name="parent").returncode == 0
+    checkpoint = tmp_path / "runs" / "parent" / "checkpoints" / "step-00000004"
+    decay = ["--phase", "decay", "--load", checkpoint, "--steps", 8, *shared]
+    assert train(*decay, name="decay").returncode == 0
+    before = metrics(tmp_path / "runs" / "decay")
+    shutil.rmtree(tmp_path / "runs" / "decay" / "checkpoints" / "step-00000008")
+    shutil.rmtree(checkpoint)
+    again = train(*decay, name="decay")
+    assert again.returncode == 0 and "resuming decay at step 4" in again.stdout, again.stderr
+    assert metrics(tmp_path / "runs" / "decay") == before
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "no-manifest"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     train: Train, tmp_path: Path, damage: str
