@@ -4,7 +4,7 @@ Every error says what is wrong, where it was found (file, line, key, flag) and w
 an `Infir2Error` into those three lines and its exit code; anything else is a bug of ours and exits 1.
 
 Exit codes: 0 done, 1 our bug, 2 usage, 3 bad input or config, 4 the machine lacks something, 5 training diverged,
-75 stopped on request with a resumable checkpoint. (A command that ctrl-C ends outside training exits 130, as shells do.)
+75 stopped on request with a resumable checkpoint. (Ctrl-C outside training exits 130, as in shells.)
 """
 
 from __future__ import annotations
