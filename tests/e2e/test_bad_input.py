@@ -157,53 +157,46 @@ def test_no_permission(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MB; needs the right to mount one."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of `request.param` MB; needs the right to mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no right to mount a small file system here")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.parametrize("small_disk", [16], indirect=True)
 def test_no_room_for_the_checkpoints(train: Train, small_disk: Path) -> None:
     refused = train("--steps", 3, "--runs", small_disk)
     assert_refused(refused, 4, "need", "free", "--runs")
     assert not (small_disk / "run" / "config.toml").exists()
 
 
-def test_a_disk_that_fills_up_while_training(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("small_disk", [200], indirect=True)
+def test_a_disk_that_fills_up_while_training(corpus: Path, small_disk: Path) -> None:
     """Room for one checkpoint at the start, none for the second: exit 4, and the one that is there stays good."""
     from infir2_core.train.checkpoint import CheckpointStore
 
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)], capture_output=True
-    ).returncode:
-        pytest.skip("no right to mount a small file system here")
     root = str(Path(__file__).resolve().parents[2])
     text = f"""cpt --size tiny --seq-len 64 --global-batch 2 --micro-batch 2 --steps 400 --save-every 10 --eval-every 0
-    --warmup-steps 2 --decay-steps 2 --device cpu --data {corpus} --runs {folder} --name run"""
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "infir2_cli", *text.split()],
-            env={**os.environ, "PYTHONPATH": root},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        while not (folder / "run" / "checkpoints" / "step-00000010").is_dir():
-            assert process.poll() is None
-        free = shutil.disk_usage(folder).free
-        with (folder / "ballast").open("wb") as ballast:
-            ballast.write(b"\0" * max(0, free - 10_000_000))
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 4, errors
-        assert "no room for checkpoint" in errors and "Traceback" not in errors
-        newest, damaged = CheckpointStore(folder / "run" / "checkpoints").newest()
-        assert newest is not None and not damaged
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+    --warmup-steps 2 --decay-steps 2 --device cpu --data {corpus} --runs {small_disk} --name run"""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infir2_cli", *text.split()],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (small_disk / "run" / "checkpoints" / "step-00000010").is_dir():
+        assert process.poll() is None
+    free = shutil.disk_usage(small_disk).free
+    with (small_disk / "ballast").open("wb") as ballast:
+        ballast.write(b"\0" * max(0, free - 10_000_000))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 4, errors
+    assert "no room for checkpoint" in errors and "Traceback" not in errors
+    newest, damaged = CheckpointStore(small_disk / "run" / "checkpoints").newest()
+    assert newest is not None and not damaged
