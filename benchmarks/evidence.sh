@@ -3,7 +3,7 @@
 #   benchmarks/evidence.sh gpu-tests OUT
 #   benchmarks/evidence.sh corpus WORK                      120 MB of Python sources as bytes: WORK/corpus
 #   benchmarks/evidence.sh 1.5b WORK OUT SECONDS            needs the corpus
-#   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; again to go on where it stopped
+#   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; on all cards; again to go on where it stopped
 # Results go to OUT as they come, so that a call that is cut short loses nothing but its last minute.
 set -u
 part=$1
@@ -11,7 +11,7 @@ work=${2:-} out=${3:-} seconds=${4:-}
 
 case $part in
 gpu-tests)
-  python3 -m pytest -q tests/gpu -p no:cacheprovider 2>&1 | tail -15 | tee "$2/gpu-tests.txt"
+  python3 -m pytest -q tests/gpu tests/unit/test_hopper_kernels.py -p no:cacheprovider 2>&1 | tail -15 | tee "$2/gpu-tests.txt"
   ;;
 corpus)
   site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')
@@ -28,12 +28,12 @@ corpus)
   cp "$work/runs/big/metrics.jsonl" "$out/1.5b.jsonl"
   ;;
 parity)
-  # 4096 tokens a step: the reference path is bound by kernel launches and by what runs beside it, not by tokens.
-  python3 benchmarks/parity.py run --data "$work/corpus" --runs "$work/runs" \
-    --minutes "$(python3 -c "print(($seconds - 30) / 60)")" -- \
-    --global-batch 4 --micro-batch 4 --eval-iters 20 --save-every 500
+  cards=$(nvidia-smi -L | wc -l)
+  study="--data $work/corpus --runs $work/runs --warm 1000 --cards $cards"
+  python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 60) / 60)")" -- --eval-iters 20
   for run in "$work"/runs/parity-*-s?; do echo "$run $(tail -n 1 "$run/metrics.jsonl" | cut -c1-60)"; done
-  tar czf "$out/parity-metrics.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d parity-*-s?/metrics.jsonl)
+  python3 benchmarks/parity.py swap $study -- --eval-iters 20
+  tar czf "$out/parity-metrics.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d */metrics.jsonl)
   python3 benchmarks/parity.py report --runs "$work/runs" --json "$out/parity.json"
   ;;
 *)

@@ -1,11 +1,18 @@
 """Parity study: several recipes and seeds of one size on one GPU, and what their held-out losses say.
 
     python benchmarks/parity.py run --data PREFIX --runs DIR --minutes 9     # again to go on where it stopped
+    python benchmarks/parity.py swap --data PREFIX --runs DIR
     python benchmarks/parity.py report --runs DIR [--json FILE]
 
-`run` starts every arm (recipe x seed) as a process of `infir2 cpt`, all at once on the same card, and asks them to
-stop with a checkpoint when the time is over; the next call resumes them. Arms of one seed share their weights at
-step 0 and the order of data.
+With `--warm N` each seed trains N steps in bf16 and all of its arms go on from that checkpoint: continual pre-training,
+without the lottery of when a random model passes through its early transitions.
+
+`run` starts every arm (recipe x seed) as a process of `infir2 cpt`, all at once, and asks them to stop with a
+checkpoint when the time is over; the next call resumes them. Arms of one seed share their weights at step 0 and the
+order of data, and one card; several cards take the seeds in turn. The control runs its first seed alone by default.
+
+`swap` evaluates the last weights of each bf16 and infir2 run under the other recipe as well: it tells what rounding
+costs while the loss is read from what it cost while the weights were learned.
 
 `report` compares each recipe with bf16, seed by seed: the mean of the last evaluations' relative difference, its
 standard error over seeds, and beside it how far bf16 runs of different seeds lie apart.
@@ -33,33 +40,43 @@ def name_of(recipe: str, seed: int) -> str:
     return f"parity-{recipe}-s{seed}"
 
 
+def arms(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """(recipe, seed) of every run of the study."""
+    pairs = [(recipe, seed) for seed in args.seeds for recipe in ("bf16", *args.recipes)]
+    return pairs + [(args.control, seed) for seed in args.control_seeds]
+
+
+def start(
+    args: argparse.Namespace, recipe: str, seed: int, name: str, card: int, *extra: str
+) -> subprocess.Popen[bytes]:
+    """One process of `infir2 cpt` that sees one card and writes to a log file of its own."""
+    command = [sys.executable, "-m", "infir2_cli", "cpt", "--size", args.size, "--data", args.data, "--recipe", recipe]
+    command += ["--seed", str(seed), "--name", name, "--runs", args.runs, "--device", args.device, *args.extra, *extra]
+    # Each arm launches kernels from one thread; more would only fight over the cores.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(card)}
+    logs = Path(args.runs) / "parity-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / f"{name}.log").open("ab") as out:
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+
+
 def run(args: argparse.Namespace) -> None:
     """Starts or resumes every arm and stops them in time."""
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    logs = Path(args.runs) / "parity-logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    # Each arm launches kernels from one thread; more would only fight over the cores.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for seed in args.seeds:
-        for recipe in args.recipes:
-            name = name_of(recipe, seed)
-            command = [sys.executable, "-m", "infir2_cli", "cpt", "--size", args.size, "--data", args.data]
-            command += [
-                "--recipe",
-                recipe,
-                "--seed",
-                str(seed),
-                "--name",
-                name,
-                "--runs",
-                args.runs,
-                "--device",
-                args.device,
-                *args.extra,
-            ]
-            out = (logs / f"{name}.log").open("ab")
-            processes[name] = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     deadline = time.monotonic() + 60 * args.minutes
+    if args.warm:
+        extra = ("--steps", str(args.warm), "--decay-steps", "0", "--eval-every", str(args.warm))
+        starts = [  # another seed, so that the arms read text in an order of their own
+            start(args, "bf16", 100 + seed, f"start-s{seed}", i % args.cards, *extra)
+            for i, seed in enumerate(args.seeds)
+        ]
+        if any(process.wait() for process in starts):
+            raise SystemExit("a start in bf16 failed: see parity-logs/start-*.log")
+    for recipe, seed in arms(args):
+        # The control takes the card that a study of three seeds on four cards leaves free.
+        group = len(args.seeds) if recipe == args.control else args.seeds.index(seed)
+        extra = ("--from", str(Path(args.runs) / f"start-s{seed}")) if args.warm else ()
+        processes[name_of(recipe, seed)] = start(args, recipe, seed, name_of(recipe, seed), group % args.cards, *extra)
     while time.monotonic() < deadline and any(p.poll() is None for p in processes.values()):
         time.sleep(1)
     for process in processes.values():
@@ -69,13 +86,26 @@ def run(args: argparse.Namespace) -> None:
         print(name, "exit", process.wait(), flush=True)
 
 
+def swap(args: argparse.Namespace) -> None:
+    """Starts one step from each final checkpoint under the other recipe: its evaluation at step 0 is the answer."""
+    processes = []
+    for i, seed in enumerate(args.seeds):
+        for recipe in args.recipes:
+            for weights, under in ((recipe, "bf16"), ("bf16", recipe)):
+                source = str(Path(args.runs) / name_of(weights, seed))
+                name = f"{name_of(weights, seed)}-under-{under}"
+                extra = ("--from", source, "--steps", "1", "--warmup-steps", "0", "--decay-steps", "0")
+                processes.append(start(args, under, seed, name, i % args.cards, *extra))
+    for process in processes:
+        process.wait()
+
+
 def report(args: argparse.Namespace) -> None:
     """Prints and optionally writes the comparison."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for recipe in args.recipes:
-        for seed in args.seeds:
-            lines = read_metrics(Path(args.runs) / name_of(recipe, seed))
-            found.setdefault(recipe, {})[seed] = [line for line in lines if line["kind"] == "eval"]
+    for recipe, seed in arms(args):
+        lines = read_metrics(Path(args.runs) / name_of(recipe, seed))
+        found.setdefault(recipe, {})[seed] = [line for line in lines if line["kind"] == "eval"]
     last = {
         r: {s: [e["loss"] for e in evals[-args.last :]] for s, evals in seeds.items()} for r, seeds in found.items()
     }
@@ -87,21 +117,26 @@ def report(args: argparse.Namespace) -> None:
     overall = statistics.fmean(means.values())
     spread = statistics.stdev(means.values()) / overall if len(means) > 1 else math.nan
     rows: list[dict[str, Any]] = []
-    for recipe in args.recipes:
+    for recipe, arm in last.items():
         if recipe == "bf16":
             continue
         paired = []
-        for seed in args.seeds:
+        for seed in arm:
             if steps[recipe][seed] != steps["bf16"][seed]:
                 raise SystemExit(
                     f"{name_of(recipe, seed)} was evaluated at {steps[recipe][seed]}, bf16 at {steps['bf16'][seed]}"
                 )
-            differences = [a - b for a, b in zip(last[recipe][seed], base[seed], strict=True)]
+            differences = [a - b for a, b in zip(arm[seed], base[seed], strict=True)]
             paired.append(statistics.fmean(differences) / means[seed])
         error = statistics.stdev(paired) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan
         rows.append(
             {"recipe": recipe, "mean_relative": statistics.fmean(paired), "standard_error": error, "by_seed": paired}
         )
+    swapped = {}
+    for path in sorted(Path(args.runs).glob("parity-*-under-*")):
+        first = next((line for line in read_metrics(path) if line["kind"] == "eval"), None)
+        if first is not None:
+            swapped[path.name] = first["loss"]
     data = {
         "size": args.size,
         "seeds": args.seeds,
@@ -111,12 +146,15 @@ def report(args: argparse.Namespace) -> None:
         "bf16_seed_spread": spread,
         "against_bf16": rows,
         "last_losses": last,
+        "swapped": swapped,
     }
     print(f"{args.size}, {len(args.seeds)} seeds, {data['tokens']:,} tokens, evaluations at {data['evaluations']}")
     print(f"bf16: held-out loss {overall:.4f} nats, seed-to-seed standard deviation {spread:.3%}")
     for row in rows:
         each = ", ".join(f"{value:+.3%}" for value in row["by_seed"])
         print(f"{row['recipe']}: {row['mean_relative']:+.3%} +- {row['standard_error']:.3%} ({each})")
+    for name, loss in swapped.items():
+        print(f"{name}: {loss:.4f}")
     if args.json:
         Path(args.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
 
@@ -124,11 +162,15 @@ def report(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("action", choices=["run", "swap", "report"])
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--size", default="small")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--recipes", nargs="+", default=["bf16", "infir2", "fp8-static"])
+    parser.add_argument("--recipes", nargs="+", default=["infir2"], help="compared with bf16")
+    parser.add_argument("--control", default="fp8-static", help="a recipe that should fail")
+    parser.add_argument("--control-seeds", type=int, nargs="*", default=[1])
+    parser.add_argument("--warm", type=int, default=0, help="bf16 steps that the arms of a seed share as their start")
+    parser.add_argument("--cards", type=int, default=1, help="GPUs to spread the seeds over")
     parser.add_argument("--data", default="data/corpus")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--last", type=int, default=5, help="evaluations that are averaged")
@@ -138,7 +180,7 @@ def main() -> None:
     own, _, extra = " ".join(sys.argv[1:]).partition(" -- ")
     args = parser.parse_args(own.split())
     args.extra = extra.split()
-    {"run": run, "report": report}[args.action](args)
+    {"run": run, "swap": swap, "report": report}[args.action](args)
 
 
 if __name__ == "__main__":

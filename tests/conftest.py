@@ -21,6 +21,8 @@ FIXED = {
     "HF_HUB_OFFLINE": "1",
     "NO_COLOR": "1",
 }
+if not os.path.exists("/dev/nvidiactl"):
+    FIXED["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run in its CPU interpreter
 os.environ.update(FIXED)
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]

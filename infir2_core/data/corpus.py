@@ -2,9 +2,10 @@
 
 `open_corpus` is a thin layer over megatron-core's own datasets: documents are split into train, validation and test in
 the order they are stored, concatenated in an order drawn from the seed, cut every `seq_len` tokens (a sequence carries
-one more, the last target) and shuffled. Sample i depends on the corpora, weights, split, seed, seq_len and, once more
-than one epoch is drawn, on the number of samples: never on the process, the rank or a restart. Batching and the
-data-parallel share are not decided here.
+one more, the last target) and shuffled. Training sample i depends on the corpora, weights, split, seed, seq_len and,
+once more than one epoch is drawn, on the number of samples: never on the process, the rank or a restart. Validation
+has an order of its own, the same for every seed, so that runs of different seeds are judged on the same text. Batching
+and the data-parallel share are not decided here.
 
 The order's index files are content-addressed below `cache_dir`, built aside by rank 0 and renamed; all ranks must see
 that folder. The corpora themselves are found and checked by prefixes.py.
@@ -32,6 +33,9 @@ from infir2_core.data.prefixes import Index, check_prefixes, describe_prefix, ex
 from infir2_core.errors import InputError
 
 __all__ = ["Corpus", "Samples", "check_prefixes", "describe_prefix", "expand_blend", "expand_prefixes", "open_corpus"]
+
+
+VALIDATION_SEED = 1234  # any constant will do: it only has to be the same for all runs
 
 
 class Samples:
@@ -88,7 +92,7 @@ def open_corpus(
         blend: (weight, prefix) pairs; weights are normalised. Every prefix contributes its own share to each split.
         split: shares of documents for train, validation and test, such as "90,5,5", in stored order.
         seq_len: tokens in a sequence; a sample holds one more.
-        seed: draws the order.
+        seed: draws the order of training.
         train_samples: sequences the run will read; data is repeated, reshuffled, when that is more than there is.
         valid_samples: sequences one validation reads; 0 for none.
         cache_dir: folder for the order's index files, shared by all ranks.
@@ -206,7 +210,11 @@ def _build(
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
 
+    if part is Split.valid:
+        config = copy.copy(config)
+        config.random_seed = VALIDATION_SEED
     datasets = []
     for index, digest, weight in zip(indexes, digests, weights, strict=True):
         begin, end = _documents(index, span)

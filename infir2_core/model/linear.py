@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.dispatch import matmul
+from ..ops.dispatch import matmul, quantize
 from ..ops.reference.matmul import Operand
-from ..ops.reference.quantize import QTensor, QuantPlan, State, advance_state, new_state, quantize
-from ..precision.spec import QSpec
+from ..ops.reference.quantize import QTensor, State, advance_state, new_state
+from ..precision.spec import QSpec, QuantPlan
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,8 @@ class Linear(nn.Module):
             state = state and state | {"amax_now": state["amax_now"].clone()}
         if row_spec is None and col_spec is None:
             return source, source.T
-        made = quantize(source, QuantPlan(row=row_spec, col=col_spec), state)
-        if training:
-            self.nonfinite_values += made.nonfinite
+        counter = self.nonfinite_values if training else None
+        made = quantize(source, QuantPlan(row=row_spec, col=col_spec), state, counter)
         return made.row if made.row is not None else source, made.col if made.col is not None else source.T
 
     def drop_codes(self) -> None:

@@ -1,21 +1,27 @@
-"""Chooses the implementation of each GEMM and remembers which one ran.
+"""Chooses the implementation of each op and remembers which GEMM ran where.
 
-Today every GEMM runs in `reference`; where a faster kernel matches (spec, device, shape) it will be chosen here. The
-ledger is what the FP8 report after the first microbatch is made of: a run that asked for FP8 and executed none must
-not go on.
+`hopper` kernels run on CUDA devices of compute capability 9 wherever they support the spec and the shape; everything
+else runs in `reference`. The environment variable INFIR2_OPS=reference switches the kernels off, which is how one tells
+whether a difference comes from them. The ledger is what the FP8 report after the first microbatch is made of: a run
+that asked for FP8 and executed none must not go on.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from ..precision.spec import QuantPlan
 from .reference import matmul as reference
+from .reference import quantize as reference_quantize
 from .reference.matmul import Operand
-from .reference.quantize import QTensor
+from .reference.quantize import QTensor, Quantized, State
 
 
 @dataclass
@@ -44,6 +50,37 @@ class Ledger:
 ledger = Ledger()
 
 
+def fast(x: Tensor) -> bool:
+    """Whether the Hopper kernels may be used for tensors that live where x does."""
+    return x.is_cuda and _hopper(x.device.index) and os.environ.get("INFIR2_OPS") != "reference"
+
+
+@cache
+def _hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] == 9 and find_spec("triton") is not None
+
+
+def quantize(x: Tensor, plan: QuantPlan, state: State | None = None, nonfinite: Tensor | None = None) -> Quantized:
+    """Quantises a [R, C] tensor by the fastest implementation that fits; arguments as `reference.quantize`.
+
+    Args:
+        x: bfloat16 or float32.
+        plan: the wanted copies.
+        state: for delayed scaling.
+        nonfinite: int64 scalar on the device of x, to which infinities and NaNs are added.
+    """
+    if nonfinite is None:
+        nonfinite = torch.zeros((), dtype=torch.int64, device=x.device)
+    if fast(x):
+        from .hopper import quantize as hopper
+
+        if hopper.supports(x, plan):
+            return hopper.quantize(x, plan, nonfinite)
+    made = reference_quantize.quantize(x, plan, state)
+    nonfinite += made.nonfinite
+    return Quantized(made.row, made.col, nonfinite)
+
+
 def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """A . B^T (+ bias) by the fastest implementation that fits; arguments as `reference.matmul`.
 
@@ -54,6 +91,12 @@ def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tens
         out_dtype: bfloat16 or float32.
         bias: [N] or None.
     """
+    if isinstance(a, QTensor) and isinstance(b, QTensor) and fast(a.data):
+        from .hopper import gemm as hopper
+
+        if hopper.supports(a, b):
+            ledger.add(gemm, a, b, "cublaslt")
+            return hopper.scaled_matmul(a, b, out_dtype, bias)
     ledger.add(gemm, a, b)
     return reference.matmul(a, b, out_dtype, bias)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,22 +62,28 @@ def test_order_is_megatrons_own(tmp_path: Path) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     prefix = write(tmp_path / "c", LENGTHS)
-    config = GPTDatasetConfig(
-        random_seed=5,
-        sequence_length=SEQ,
-        blend=([prefix], None),
-        split="90,5,5",
-        path_to_cache=str(tmp_path / "theirs"),
-        tokenizer=module._Ids(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    built = BlendedMegatronDatasetBuilder(GPTDataset, [700, 20, 0], lambda: True, config).build()
+
+    def megatrons(seed: int) -> Any:
+        config = GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=SEQ,
+            blend=([prefix], None),
+            split="90,5,5",
+            path_to_cache=str(tmp_path / "theirs"),
+            tokenizer=module._Ids(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        return BlendedMegatronDatasetBuilder(GPTDataset, [700, 20, 0], lambda: True, config).build()
+
     ours = open_corpus([(1.0, prefix)], "90,5,5", SEQ, 5, 700, 20, tmp_path / "cache")
     assert ours.valid is not None
-    for mine, theirs in ((ours.train, built[0]), (ours.valid, built[1])):
+    for mine, theirs in (
+        (ours.train, megatrons(5)[0]),
+        (ours.valid, megatrons(module.VALIDATION_SEED)[1]),
+    ):
         assert len(mine) == len(theirs)
         for i in range(len(mine)):
             np.testing.assert_array_equal(mine[i][:-1], theirs[i]["tokens"])
@@ -91,6 +98,17 @@ def test_seed_draws_the_order_and_the_sample_count_does_not_within_an_epoch(tmp_
 
     np.testing.assert_array_equal(order(0, 100), order(0, 200))
     assert (order(0, 100) != order(1, 100)).any()
+
+
+def test_runs_of_different_seeds_are_judged_on_the_same_text(tmp_path: Path) -> None:
+    blend = [(0.5, write(tmp_path / "a", LENGTHS)), (0.5, write(tmp_path / "b", LENGTHS, 10_000))]
+
+    def held_out(seed: int) -> np.ndarray:
+        valid = open_corpus(blend, "90,5,5", SEQ, seed, 100, 8, tmp_path / "cache").valid
+        assert valid is not None
+        return take(valid, 8)
+
+    np.testing.assert_array_equal(held_out(0), held_out(1))
 
 
 def test_more_samples_than_data_repeat_it(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ class QTensor:
         data: FP8 codes in the layout of the source [R, C].
         scale: float32 decode scales in the layout of the source, one per block.
         tile: block height and width in the layout of the source.
-        axis: the source axis that is contracted (1: row copy, 0: col copy).
+        axis: the source axis that is contracted (1: row copy, 0: col copy). A kernel may store a col copy transposed,
+            contraction axis last, and then calls it 1 as well.
         spec: how it was quantised.
     """
 

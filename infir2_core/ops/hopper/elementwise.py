@@ -1,0 +1,322 @@
+"""Residual, RMSNorm and SwiGLU, forward and backward, each with the quantisation of what it makes.
+
+The reference is ops/reference/elementwise.py followed by ops/reference/quantize.py: each kernel rounds to bf16 where
+the unfused op would store, and quantises that. With `debug` the bf16 tensor is written as well, for tests.
+
+A norm needs its whole row before it can scale anything, a column copy needs 128 rows at once, and both together do
+not fit into a multiprocessor. So the row statistic comes from the pass that adds the residual, and the tile pass reads
+the sum again: 10 bytes per element for add, norm and both copies, where three separate kernels move 14.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...precision.spec import QuantPlan
+from ..reference.quantize import Quantized
+from .tiles import TILE, Copies, emit_tile
+
+ROWS_EACH = 32  # rows whose weight gradients one program of the norm's backward adds up
+
+
+@triton.jit
+def _add_rstd(x, delta, total, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    value = tl.load(x + row * width + i, mask=i < width, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(delta + row * width + i, mask=i < width, other=0.0).to(tl.float32)
+        rounded = value.to(tl.bfloat16)
+        tl.store(total + row * width + i, rounded, mask=i < width)
+        value = rounded.to(tl.float32)
+    tl.store(rstd + row, tl.rsqrt(tl.sum(value * value, 0) / width + eps))
+
+
+def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta rounded to bf16 (x itself without delta), and 1 / sqrt(mean of squares + eps) of each row.
+
+    Args:
+        x: bfloat16 [T, D].
+        delta: bfloat16 [T, D] or None.
+        eps: of the norm.
+
+    Returns:
+        bfloat16 [T, D] and float32 [T].
+    """
+    rows, width = x.shape
+    total = torch.empty_like(x) if delta is not None else x
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    other = delta if delta is not None else x
+    _add_rstd[(rows,)](x, other, total, rstd, width, eps, ADD=delta is not None, BLOCK=block, num_warps=_warps(block))
+    return total, rstd
+
+
+@triton.jit
+def _norm_quantize(
+    x,
+    rstd,
+    weight,
+    debug,
+    width,
+    row_codes,
+    row_scale,
+    row_width,
+    row_pitch,
+    col_codes,
+    col_scale,
+    col_width,
+    col_pitch,
+    nonfinite,
+    DEBUG: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    SQUARE: tl.constexpr,
+    POW2: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LIMIT_EXP: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+):
+    across = width // 128
+    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
+    i = tl.arange(0, 128)
+    at = r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]
+    scale = tl.load(weight + c0 + i).to(tl.bfloat16).to(tl.float32)
+    value = tl.load(x + at).to(tl.float32) * tl.load(rstd + r0 + i)[:, None] * scale[None, :]
+    rounded = value.to(tl.bfloat16)
+    if DEBUG:
+        tl.store(debug + at, rounded)
+    emit_tile(
+        rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
+        col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+    )  # fmt: skip
+
+
+def norm_quantize(
+    x: Tensor, rstd: Tensor, weight: Tensor, plan: QuantPlan, nonfinite: Tensor, debug: Tensor | None = None
+) -> Quantized:
+    """Copies of x * rstd * weight.
+
+    Args:
+        x: bfloat16 [T, D].
+        rstd: float32 [T], from `add_rstd`.
+        weight: float32 [D], rounded to bf16 before use.
+        plan: wanted copies.
+        nonfinite: int64 scalar, added to.
+        debug: bfloat16 [T, D] that receives the normed tensor.
+    """
+    rows, width = x.shape
+    copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
+    _norm_quantize[(rows // TILE * (width // TILE),)](
+        x, rstd, weight, x if debug is None else debug, width, *copies.arguments(), DEBUG=debug is not None,
+        **copies.constants(), num_warps=8,
+    )  # fmt: skip
+    return Quantized(copies.row, copies.col, nonfinite)
+
+
+@triton.jit
+def _norm_backward(
+    grad,
+    x,
+    rstd,
+    weight,
+    residual,
+    out,
+    partial,
+    rows,
+    width,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    scale = tl.load(weight + i, mask=i < width, other=0.0).to(tl.bfloat16).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0) * EACH
+    for step in range(EACH):
+        row = tl.minimum(first + step, rows)
+        inside = (i < width) & (row < rows)
+        at = row.to(tl.int64) * width + i
+        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
+        total += g * normed
+        g *= scale
+        projection = tl.sum(g * normed, 0) / width
+        dx = ((g - normed * projection) * inverse).to(tl.bfloat16)
+        if ADD:
+            dx = (dx.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(tl.bfloat16)
+        tl.store(out + at, dx, mask=inside)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * width + i, total, mask=i < width)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradient of x through RMSNorm, plus the gradient that arrives beside it.
+
+    Args:
+        grad: bfloat16 [T, D], of the normed tensor.
+        x: bfloat16 [T, D], the norm's input.
+        rstd: float32 [T].
+        weight: float32 [D].
+        residual: bfloat16 [T, D] that is added, or None.
+
+    Returns:
+        bfloat16 [T, D], and the weight's gradient float32 [D].
+    """
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    programs = triton.cdiv(rows, ROWS_EACH)
+    out = torch.empty_like(x)
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        grad, x, rstd, weight, grad if residual is None else residual, out, partial, rows, width,
+        ADD=residual is not None, BLOCK=block, EACH=ROWS_EACH, num_warps=_warps(block),
+    )  # fmt: skip
+    return out, partial.sum(0)
+
+
+@triton.jit
+def _swiglu_quantize(
+    gate_up,
+    debug,
+    width,
+    row_codes,
+    row_scale,
+    row_width,
+    row_pitch,
+    col_codes,
+    col_scale,
+    col_width,
+    col_pitch,
+    nonfinite,
+    DEBUG: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    SQUARE: tl.constexpr,
+    POW2: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LIMIT_EXP: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+):
+    across = width // 128
+    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
+    i = tl.arange(0, 128)
+    at = gate_up + r0.to(tl.int64) * (2 * width) + c0 + i[:, None] * (2 * width) + i[None, :]
+    gate, up = tl.load(at).to(tl.float32), tl.load(at + width).to(tl.float32)
+    rounded = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
+    if DEBUG:
+        tl.store(debug + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :], rounded)
+    emit_tile(
+        rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
+        col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+    )  # fmt: skip
+
+
+def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, debug: Tensor | None = None) -> Quantized:
+    """Copies of silu(gate) * up.
+
+    Args:
+        gate_up: bfloat16 [T, 2F], gate first.
+        plan: wanted copies.
+        nonfinite: int64 scalar, added to.
+        debug: bfloat16 [T, F] that receives the product.
+    """
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
+    _swiglu_quantize[(rows // TILE * (width // TILE),)](
+        gate_up, gate_up if debug is None else debug, width, *copies.arguments(), DEBUG=debug is not None,
+        **copies.constants(), num_warps=8,
+    )  # fmt: skip
+    return Quantized(copies.row, copies.col, nonfinite)
+
+
+@triton.jit
+def _swiglu_backward_quantize(
+    grad,
+    gate_up,
+    debug,
+    width,
+    a_codes,
+    a_scale,
+    a_width,
+    a_pitch,
+    row_codes,
+    row_scale,
+    row_width,
+    row_pitch,
+    col_codes,
+    col_scale,
+    col_width,
+    col_pitch,
+    nonfinite,
+    DEBUG: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    SQUARE: tl.constexpr,
+    POW2: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LIMIT_EXP: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+):
+    across = width // 128
+    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
+    i = tl.arange(0, 128)
+    here = r0.to(tl.int64) * (2 * width) + c0 + i[:, None] * (2 * width) + i[None, :]
+    g = tl.load(grad + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]).to(tl.float32)
+    gate, up = tl.load(gate_up + here).to(tl.float32), tl.load(gate_up + here + width).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    if PRODUCT:
+        emit_tile(
+            (silu * up).to(tl.bfloat16).to(tl.float32), r0, c0, a_codes, a_scale, a_width, a_pitch, a_codes, a_scale,
+            a_width, a_pitch, nonfinite, False, True, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+        )  # fmt: skip
+    for_up = (g * silu).to(tl.bfloat16)
+    if DEBUG:
+        tl.store(debug + here + width, for_up)
+    emit_tile(
+        for_up.to(tl.float32), r0, c0 + width, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
+        col_width, col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+    )  # fmt: skip
+    for_gate = (g * up * (sigmoid + silu * (1 - sigmoid))).to(tl.bfloat16)
+    if DEBUG:
+        tl.store(debug + here, for_gate)
+    emit_tile(
+        for_gate.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
+        col_width, col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+    )  # fmt: skip
+
+
+def swiglu_backward_quantize(
+    grad: Tensor, gate_up: Tensor, plan: QuantPlan, product: bool, nonfinite: Tensor, debug: Tensor | None = None
+) -> tuple[Quantized, Quantized | None]:
+    """Copies of the gradient of gate_up and, rebuilt from it, the column copy of the product.
+
+    Args:
+        grad: bfloat16 [T, F], of silu(gate) * up.
+        gate_up: bfloat16 [T, 2F].
+        plan: copies wanted of the gradient; the product's column copy uses the same spec.
+        product: whether to make that column copy.
+        nonfinite: int64 scalar, added to.
+        debug: bfloat16 [T, 2F] that receives the gradient.
+    """
+    rows, width = grad.shape
+    copies = Copies.allocate((rows, 2 * width), plan.row, plan.col, nonfinite)
+    rebuilt = Copies.allocate((rows, width), None, plan.col or plan.row, nonfinite) if product else None
+    spare = (nonfinite, nonfinite, 0, 0)
+    _swiglu_backward_quantize[(rows // TILE * (width // TILE),)](
+        grad, gate_up, gate_up if debug is None else debug, width, *(rebuilt.arguments()[4:8] if rebuilt else spare),
+        *copies.arguments(), DEBUG=debug is not None, PRODUCT=product, **copies.constants(), num_warps=8,
+    )  # fmt: skip
+    again = None if rebuilt is None else Quantized(None, rebuilt.col, nonfinite)
+    return Quantized(copies.row, copies.col, nonfinite), again
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 256))

@@ -1,0 +1,229 @@
+"""The Triton kernels against the reference: on a GPU where there is one, else in Triton's CPU interpreter.
+
+(conftest.py switches the interpreter on.) Its own conversions round halves up, drop subnormals and turn NaN into
+numbers, so that they are replaced by torch's here; everything else is Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infir2_core.ops.reference.elementwise import rmsnorm, rope, rope_tables, swiglu
+from infir2_core.ops.reference.quantize import QTensor, quantize
+from infir2_core.precision.spec import QSpec, QuantPlan
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEVICE = "cuda" if HOPPER else "cpu"
+
+from infir2_core.ops.hopper import elementwise, rope_heads, tiles  # noqa: E402
+from infir2_core.ops.hopper import quantize as hopper  # noqa: E402
+
+KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+SPECS = {
+    f"{fmt} {block[0]}x{block[1]} {scale}": QSpec(format=fmt, block=block, scale=scale)
+    for fmt in ("e4m3", "e5m2")
+    for block in ((1, 128), (128, 128))
+    for scale in ("pow2", "fp32")
+}
+TILE = QSpec(format="e4m3", block=(1, 128), scale="pow2")
+
+
+def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """Round-to-nearest-even conversion of raw bits, in place of the interpreter's."""
+    raw = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+    bits = np.ascontiguousarray(data).view({1: np.uint8, 2: np.int16, 4: np.int32}[data.dtype.itemsize]).copy()
+    out = torch.from_numpy(bits).view(KINDS[source.name]).to(KINDS[target.name])
+    code, unsigned = raw[out.element_size()]
+    made = out.view(code).numpy().view(unsigned).reshape(data.shape)
+    # An FP8 NaN has no sign in hardware.
+    return np.where(made == 0xFF, 0x7F, made).astype(np.uint8) if made.itemsize == 1 else made
+
+
+@pytest.fixture(autouse=True)
+def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not HOPPER:
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert)
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers() -> Iterator[None]:
+    """Every uninitialised buffer holds NaN or the largest integer, so that an element nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def wild(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    """bf16 values over the whole range of exponents, with a NaN, an infinity, a zero block and subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator) * torch.exp2(20 * torch.randn(rows, cols, generator=generator))
+    x[0, 0], x[rows // 2, 7] = float("nan"), float("-inf")
+    x[-128:, -128:] = 0
+    x[3, :128] = 1e-40
+    return x.bfloat16()
+
+
+def normal(rows: int, cols: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(rows, cols, generator=generator)).bfloat16().to(DEVICE)
+
+
+def counter() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=DEVICE)
+
+
+def same(made: QTensor | None, reference: QTensor | None) -> None:
+    """Equal codes and scales, bit for bit."""
+    assert (made is None) == (reference is None)
+    if made is not None and reference is not None:
+        codes = [q.codes.cpu().contiguous().view(torch.uint8) for q in (made, reference)]
+        assert torch.equal(*codes)
+        assert torch.equal(made.scale_inv.cpu().contiguous(), reference.scale_inv.cpu().contiguous())
+
+
+def close(made: torch.Tensor, reference: torch.Tensor, ulps: float = 1.0) -> None:
+    """Within one bf16 ulp, and different at all in at most 1e-4 of the elements (docs/design.md, Numbers)."""
+    a, b = made.cpu().float(), reference.cpu().float()
+    ulp = torch.exp2(torch.floor(torch.log2(b.abs().clamp(min=2.0**-126))) - 7)
+    assert ((a - b).abs() <= ulps * ulp).all()
+    assert (a != b).float().mean() <= 1e-4
+
+
+@pytest.mark.parametrize("label", SPECS)
+@pytest.mark.parametrize("copies", ["row", "col", "both"])
+def test_quantise_equals_the_reference_bit_for_bit(label: str, copies: str) -> None:
+    spec = SPECS[label]
+    plan = QuantPlan(row=spec if copies != "col" else None, col=spec if copies != "row" else None)
+    shape = (384, 640) if HOPPER else (256, 384)
+    x, bad = wild(*shape), counter()
+    assert hopper.supports(x, plan)
+    made, reference = hopper.quantize(x.to(DEVICE), plan, bad), quantize(x, plan)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+    assert int(bad) == int(reference.nonfinite) == 2
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    plan = QuantPlan(row=TILE)
+    assert not hopper.supports(torch.zeros(100, 128, dtype=torch.bfloat16), plan)
+    assert not hopper.supports(torch.zeros(128, 128), plan)
+    row = QSpec(format="e4m3", block="row", scale="fp32")
+    delayed = QSpec(format="e4m3", block=(1, 128), amax="delayed", history=4)
+    mixed = QuantPlan(row=TILE, col=QSpec(format="e5m2", block=(1, 128), scale="pow2"))
+    x = torch.zeros(128, 128, dtype=torch.bfloat16)
+    for other in (QuantPlan(row=row), QuantPlan(row=delayed), mixed, QuantPlan()):
+        assert not hopper.supports(x, other)
+
+
+def test_square_scales_are_padded_for_the_gemm_without_nan() -> None:
+    spec = SPECS["e4m3 128x128 pow2"]
+    made = hopper.quantize(normal(128, 640, 0), QuantPlan(row=spec, col=spec), counter())
+    assert made.row is not None and made.row.scale.stride() == (8, 1)
+    assert torch.isfinite(made.row.scale.as_strided((1, 8), (8, 1))).all()
+
+
+@pytest.mark.parametrize("width", [256, 640])
+@pytest.mark.parametrize("add", [True, False])
+def test_norm_and_quantise(width: int, add: bool) -> None:
+    rows = 256
+    x, delta, weight = normal(rows, width, 1), normal(rows, width, 2), 1 + normal(1, width, 3)[0].float()
+    total, rstd = elementwise.add_rstd(x, delta if add else None, 1e-6)
+    assert torch.equal(total, x + delta if add else x)
+    torch.testing.assert_close(rstd, torch.rsqrt(total.float().square().mean(-1) + 1e-6), rtol=1e-6, atol=0)
+    debug, plan = torch.empty_like(x), QuantPlan(row=TILE, col=TILE)
+    made = elementwise.norm_quantize(total, rstd, weight, plan, counter(), debug)
+    close(debug, rmsnorm(total, weight, 1e-6))
+    reference = quantize(debug, plan)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+
+
+@pytest.mark.parametrize("width", [256, 640])
+@pytest.mark.parametrize("add", [True, False])
+def test_norm_backward(width: int, add: bool) -> None:
+    rows = 300
+    x, grad, beside = normal(rows, width, 4), normal(rows, width, 5), normal(rows, width, 6)
+    weight = (1 + normal(1, width, 3)[0].float()).requires_grad_()
+    leaf = x.clone().requires_grad_()
+    rmsnorm(leaf, weight, 1e-6).backward(grad)
+    _, rstd = elementwise.add_rstd(x, None, 1e-6)
+    out, grad_weight = elementwise.norm_backward(grad, x, rstd, weight.detach(), beside if add else None)
+    assert leaf.grad is not None and weight.grad is not None
+    a, b = out.float(), (leaf.grad + beside if add else leaf.grad).float()
+    # A sum in another order moves single elements near a rounding border by one bf16 ulp of the summands.
+    assert (a != b).float().mean() <= 2e-3
+    torch.testing.assert_close(a, b, rtol=2.0**-7, atol=2.0**-8)
+    torch.testing.assert_close(grad_weight, weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("label", ["e4m3 1x128 pow2", "e4m3 1x128 fp32"])
+def test_swiglu_and_quantise(label: str) -> None:
+    gate_up, debug = normal(256, 2 * 384, 7, 2.0), torch.empty(256, 384, dtype=torch.bfloat16, device=DEVICE)
+    plan = QuantPlan(row=SPECS[label], col=SPECS[label])
+    made = elementwise.swiglu_quantize(gate_up, plan, counter(), debug)
+    close(debug, swiglu(gate_up))
+    reference = quantize(debug, plan)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+
+
+@pytest.mark.parametrize("product", [True, False])
+def test_swiglu_backward_and_quantise(product: bool) -> None:
+    gate_up, grad = normal(256, 2 * 256, 8, 2.0), normal(256, 256, 9)
+    leaf = gate_up.clone().requires_grad_()
+    out = swiglu(leaf)
+    out.backward(grad)
+    assert leaf.grad is not None
+    debug, plan = torch.empty_like(gate_up), QuantPlan(row=TILE, col=TILE)
+    made, rebuilt = elementwise.swiglu_backward_quantize(grad, gate_up, plan, product, counter(), debug)
+    a, b = debug.cpu().float(), leaf.grad.cpu().float()
+    assert (a != b).float().mean() <= 1e-3  # (1 - sigmoid) cancels, so more values stand near a rounding border
+    torch.testing.assert_close(a, b, rtol=2.0**-7, atol=1e-6)
+    reference = quantize(debug, plan)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+    assert (rebuilt is not None) == product
+    if rebuilt is not None:
+        forward = torch.empty(256, 256, dtype=torch.bfloat16, device=DEVICE)
+        same(rebuilt.col, elementwise.swiglu_quantize(gate_up, QuantPlan(col=TILE), counter(), forward).col)
+
+
+def test_infinities_are_counted_by_every_kernel() -> None:
+    gate_up = normal(128, 256, 10)
+    gate_up[5, 130] = float("inf")
+    bad = counter()
+    elementwise.swiglu_quantize(gate_up, QuantPlan(row=TILE), bad)
+    assert int(bad) == 1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rope_in_place(backward: bool) -> None:
+    heads, kv, width, tokens = 3, 1, 64, 40
+    qkv = normal(tokens, (heads + 2 * kv) * width, 11).view(tokens, heads + 2 * kv, width)
+    cos, sin = rope_tables(torch.arange(tokens, device=DEVICE), width, 1e6)
+    leaf = qkv[:, : heads + kv].clone().requires_grad_()
+    expected = rope(leaf, cos, sin)
+    if backward:
+        expected.backward(qkv[:, : heads + kv])
+        assert leaf.grad is not None
+        expected = leaf.grad
+    values = qkv[:, heads + kv :].clone()
+    made = rope_heads.rotate_(qkv, cos, sin, heads + kv, backward)
+    assert torch.equal(made[:, : heads + kv], expected.detach())
+    assert torch.equal(made[:, heads + kv :], values)
+
+
+def test_tile_is_the_block_of_the_recipes() -> None:
+    assert tiles.TILE == 128
