@@ -100,6 +100,11 @@ def swap(args: argparse.Namespace) -> None:
         process.wait()
 
 
+def percent(share: float | None) -> str:
+    """A share as text; one seed has no spread."""
+    return "unknown (one seed)" if share is None else f"{share:.3%}"
+
+
 def report(args: argparse.Namespace) -> None:
     """Prints and optionally writes the comparison."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
@@ -115,7 +120,7 @@ def report(args: argparse.Namespace) -> None:
     base = last["bf16"]
     means = {s: statistics.fmean(v) for s, v in base.items()}
     overall = statistics.fmean(means.values())
-    spread = statistics.stdev(means.values()) / overall if len(means) > 1 else math.nan
+    spread = statistics.stdev(means.values()) / overall if len(means) > 1 else None
     rows: list[dict[str, Any]] = []
     for recipe, arm in last.items():
         if recipe == "bf16":
@@ -128,7 +133,7 @@ def report(args: argparse.Namespace) -> None:
                 )
             differences = [a - b for a, b in zip(arm[seed], base[seed], strict=True)]
             paired.append(statistics.fmean(differences) / means[seed])
-        error = statistics.stdev(paired) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan
+        error = statistics.stdev(paired) / math.sqrt(len(paired)) if len(paired) > 1 else None
         rows.append(
             {"recipe": recipe, "mean_relative": statistics.fmean(paired), "standard_error": error, "by_seed": paired}
         )
@@ -149,10 +154,10 @@ def report(args: argparse.Namespace) -> None:
         "swapped": swapped,
     }
     print(f"{args.size}, {len(args.seeds)} seeds, {data['tokens']:,} tokens, evaluations at {data['evaluations']}")
-    print(f"bf16: held-out loss {overall:.4f} nats, seed-to-seed standard deviation {spread:.3%}")
+    print(f"bf16: held-out loss {overall:.4f} nats, seed-to-seed standard deviation {percent(spread)}")
     for row in rows:
         each = ", ".join(f"{value:+.3%}" for value in row["by_seed"])
-        print(f"{row['recipe']}: {row['mean_relative']:+.3%} +- {row['standard_error']:.3%} ({each})")
+        print(f"{row['recipe']}: {row['mean_relative']:+.3%} +- {percent(row['standard_error'])} ({each})")
     for name, loss in swapped.items():
         print(f"{name}: {loss:.4f}")
     if args.json:

@@ -2,7 +2,7 @@
 
 Facts come from machine.py, recipes from precision/. A recipe runs `native` when every GEMM has a kernel of its own,
 `by reference` when plain PyTorch arithmetic stands in for FP8 kernels (right, and slower than BF16), or `not at all`.
-This version has no FP8 kernels, so every FP8 recipe runs by reference, whatever the GPU.
+FP8 kernels exist for Hopper GPUs and recipes of 1x128 and 128x128 blocks.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def verdict(name: str, machine: Machine) -> Verdict:
         InputError: there is no such recipe.
     """
     from .precision.recipe import load_recipe
+    from .precision.support import block_scaled
 
     recipe = load_recipe(name)
     if missing := recipe.missing():
@@ -113,6 +114,8 @@ def verdict(name: str, machine: Machine) -> Verdict:
     if fix := _torch_fix(machine):
         return Verdict(name, "not at all", "torch is missing or too old", fix)
     where = machine.gpus[0].name if machine.gpus else "the CPU"
+    if recipe.uses_fp8 and machine.gpus and machine.gpus[0].capability[0] == 9 and block_scaled(recipe):
+        return Verdict(name, "native", f"FP8 kernels on {where}; batches whose tokens divide by 128")
     if recipe.uses_fp8:
         return Verdict(name, "by reference", f"FP8 arithmetic in plain PyTorch on {where}, slower than BF16")
     return Verdict(name, "native", f"torch's own kernels on {where}")

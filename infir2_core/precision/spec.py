@@ -162,6 +162,18 @@ class QSpec(Data):
         """Whether the codes of the transpose are the transposed codes: one scale for the tensor, or square blocks."""
         return self.block == "tensor" or (not isinstance(self.block, str) and self.block[0] == self.block[1])
 
+    @property
+    def block_scaled(self) -> bool:
+        """Whether Hopper's block-scaled GEMMs take such codes: FP8 in 1x128 or 128x128 blocks, float32 scales."""
+        plain = self.amax == "current" and self.rounding == "rne" and self.headroom == 1.0 and not self.transforms
+        return (
+            plain
+            and self.format in ("e4m3", "e5m2")
+            and self.block in ((1, 128), (128, 128))
+            and self.scale in ("pow2", "fp32")
+            and self.origin == "source"
+        )
+
     def label(self) -> str:
         """Short text for tables, for example `e4m3 1x128 pow2`."""
         block = self.block if isinstance(self.block, str) else f"{self.block[0]}x{self.block[1]}"

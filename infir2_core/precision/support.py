@@ -52,6 +52,24 @@ def missing_pieces(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def block_scaled(recipe: Recipe) -> bool:
+    """Whether every GEMM that the recipe quantises has a Hopper kernel: 1x128 against 1x128 or 128x128 blocks.
+
+    (For token counts that divide by 128; other shapes run by reference.)
+    """
+    for policy in recipe.used().values():
+        specs = {key: recipe.spec(name) for key, name in policy.operands().items()}
+        pairs = [("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.g", "wgrad.g")]
+        if any(spec is not None and not spec.block_scaled for spec in specs.values()):
+            return False
+        if any(specs[row] != specs[col] for row, col in pairs):
+            return False
+        rows = [specs[key] for key in ("fprop.x", "dgrad.g", "wgrad.g")]
+        if any(spec is not None and spec.block != (1, 128) for spec in rows):
+            return False
+    return True
+
+
 def _spec(spec: QSpec) -> list[str]:
     out = []
     if spec.format not in FORMATS:

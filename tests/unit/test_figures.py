@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,3 +43,22 @@ def test_the_recorded_speed_is_that_of_the_recorded_run() -> None:
     shown = next(text for figure in FIGURES for text in figure["shown"] if re.fullmatch(r"[\d,]+ tokens/s", text))
     assert round(middle) == int(shown.split()[0].replace(",", ""))
     assert f"{steps[-1]['memory_gb']:.1f} GiB" in {text for figure in FIGURES for text in figure["shown"]}
+
+
+def test_the_recorded_parity_is_that_of_the_recorded_losses() -> None:
+    data = json.loads(
+        (ROOT / "benchmarks" / "figures" / "h200-small-parity-continued.json").read_text(encoding="utf-8")
+    )
+    losses = data["last_losses"]
+
+    def relative(recipe: str) -> list[float]:
+        pairs = [(losses[recipe][seed], losses["bf16"][seed]) for seed in losses[recipe]]
+        return [sum(arm) / sum(base) - 1 for arm, base in pairs]
+
+    ours = relative("infir2")
+    error = statistics.stdev(ours) / len(ours) ** 0.5
+    shown = {text for figure in FIGURES for text in figure["shown"]}
+    assert f"{statistics.fmean(ours):+.3%} ± {error:.3%}".replace("%", " %") in shown
+    assert f"{relative('fp8-static')[0]:+.1%}".replace("%", " %") in shown
+    assert len(ours) == 3 and data["evaluations"][-1] >= 2000 and abs(statistics.fmean(ours)) <= 0.005
+    assert relative("fp8-static")[0] >= 3 * 0.005

@@ -143,18 +143,7 @@ class Copies:
 def supported(row: QSpec | None, col: QSpec | None) -> bool:
     """Whether `emit_tile` makes these copies (of a source whose sides divide by 128)."""
     specs = [spec for spec in (row, col) if spec is not None]
-    return (
-        bool(specs)
-        and all(spec == specs[0] for spec in specs)
-        and specs[0].format in DTYPES
-        and specs[0].block in ((1, TILE), (TILE, TILE))
-        and specs[0].scale in ("pow2", "fp32")
-        and specs[0].amax == "current"
-        and specs[0].headroom == 1.0
-        and specs[0].rounding == "rne"
-        and specs[0].origin == "source"
-        and not specs[0].transforms
-    )
+    return bool(specs) and all(spec == specs[0] and spec.block_scaled for spec in specs)
 
 
 def _empty(rows: int, contraction: int, spec: QSpec, device: torch.device) -> QTensor:
