@@ -23,9 +23,10 @@ from ..config.schema import ModelShape
 from ..data.batch import Batch
 from ..ops.dispatch import ledger
 from ..ops.reference.attention import attention
-from ..ops.reference.elementwise import rmsnorm, rope, rope_tables, swiglu
+from ..ops.reference.elementwise import rope_tables
 from ..ops.reference.loss import linear_logprob
 from ..precision.recipe import Policy, Recipe
+from .functions import feed_forward, norm_linear, norm_of_sum, rope_qkv
 from .linear import Linear, Operands
 
 
@@ -39,7 +40,7 @@ class Rows:
 
 
 class Block(nn.Module):
-    """x + o(attention(norm1(x))), then x + down(swiglu(gate_up(norm2(x))))."""
+    """x + o(attention(norm1(x))), then x + down(swiglu(gate_up(norm2(x)))), the last sum left to the next norm."""
 
     def __init__(self, shape: ModelShape, recipe: Recipe, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,25 +58,38 @@ class Block(nn.Module):
         self.gate_up = linear("gate_up", shape.hidden, 2 * shape.ffn)
         self.down = linear("down", shape.ffn, shape.hidden)
 
-    def attend(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """The attention half without its residual, [T, D]."""
+    def attend(
+        self, x_TD: Tensor, delta_TD: Tensor | None, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, and the attention half's contribution to it."""
         s = self.shape
-        heads = self.qkv(rmsnorm(x_TD, self.norm1, s.norm_eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
+        x_TD, qkv = norm_linear(x_TD, delta_TD, self.norm1, self.qkv, s.norm_eps)
+        heads = rope_qkv(qkv.view(-1, s.heads + 2 * s.kv_heads, s.head_dim), cos, sin, s.heads + s.kv_heads)
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
-        out = attention(rope(q, cos, sin), rope(k, cos, sin), v, lengths)
-        return self.o(out.reshape(-1, s.heads * s.head_dim))  # type: ignore[no-any-return]
+        out = attention(q, k, v, lengths)
+        return x_TD, self.o(out.reshape(-1, s.heads * s.head_dim))
 
-    def feed(self, x_TD: Tensor) -> Tensor:
-        """The feed-forward half without its residual, [T, D]."""
-        normed = rmsnorm(x_TD, self.norm2, self.shape.norm_eps)
-        return self.down(swiglu(self.gate_up(normed)))  # type: ignore[no-any-return]
+    def feed(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and the feed-forward half's contribution to it."""
+        return feed_forward(x_TD, delta_TD, self.norm2, self.gate_up, self.down, self.shape.norm_eps)
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...], recompute: str) -> Tensor:
-        """One block. `recompute = "selective"` rebuilds the feed-forward half, the larger part of what is saved."""
-        x_TD = x_TD + self.attend(x_TD, cos, sin, lengths)
+    def forward(
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        lengths: tuple[int, ...],
+        recompute: str,
+    ) -> tuple[Tensor, Tensor]:
+        """One block; residual stream and what is still to be added to it, in and out.
+
+        `recompute = "selective"` rebuilds the feed-forward half, the larger part of what is saved.
+        """
+        x_TD, delta_TD = self.attend(x_TD, delta_TD, cos, sin, lengths)
         if recompute == "selective" and torch.is_grad_enabled():
-            return x_TD + _again(self.feed, x_TD)
-        return x_TD + self.feed(x_TD)
+            return _again(self.feed, x_TD, delta_TD)
+        return self.feed(x_TD, delta_TD)
 
 
 class Decoder(nn.Module):
@@ -102,12 +116,13 @@ class Decoder(nn.Module):
         """Final normed hidden states, [T, D] in the compute dtype."""
         cos, sin = rope_tables(batch.positions_T, self.shape.head_dim, self.shape.rope_base)
         x = F.embedding(batch.tokens_T, self.embed).to(self.dtype)
+        delta = None
         for block in self.layers:
             if self.recompute == "full" and torch.is_grad_enabled():
-                x = _again(block, x, cos, sin, batch.lengths, "none")
+                x, delta = _again(block, x, delta, cos, sin, batch.lengths, "none")
             else:
-                x = block(x, cos, sin, batch.lengths, self.recompute)
-        return rmsnorm(x, self.norm, self.shape.norm_eps)
+                x, delta = block(x, delta, cos, sin, batch.lengths, self.recompute)
+        return norm_of_sum(x, delta, self.norm, self.shape.norm_eps)
 
     def logits(self, batch: Batch) -> Tensor:
         """float32 [T, V]; for tests and generation, training uses `logprobs`."""
@@ -181,5 +196,5 @@ def operands_of(recipe: Recipe, policy: Policy) -> Operands:
     return Operands(**{key.replace(".", "_"): recipe.spec(name) for key, name in policy.operands().items()})
 
 
-def _again(function: object, *args: object) -> Tensor:
+def _again(function: object, *args: object) -> tuple[Tensor, Tensor]:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return, arg-type]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.dispatch import matmul, quantize
+from ..ops.dispatch import matmul
+from ..ops.fused import Wanted, make
 from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
 from ..precision.spec import QSpec, QuantPlan
@@ -69,21 +70,43 @@ class Linear(nn.Module):
         if self._cached is None or self._cached[0] != version:
             with torch.no_grad():
                 source = self.weight.detach().to(self.dtype)
-                self._cached = (version, *self.both(source, "w"))
+                made = make(source, self.wanted("w"))
+                self._cached = (version, made.row_operand(), made.col_operand())
         return self._cached[1], self._cached[2]
 
-    def both(self, source: Tensor, tensor: str, training: bool = True) -> tuple[Operand, Operand]:
-        """Row and column operand of a [R, C] source: quantised where the policy says so, else (views of) the source."""
+    def wanted(
+        self, tensor: str, row: bool = True, col: bool = True, training: bool = True, counted: bool = True
+    ) -> Wanted:
+        """What the GEMMs of this layer want of `x`, `w` or `g`: the row copy, the column copy or both.
+
+        Only fprop follows when not `training`: then no column copy is made, and neither amax histories nor the count of
+        infinities see the data. A tensor that is quantised a second time is not `counted` again.
+        """
+        col = col and training
         row_spec, col_spec = self.operands.pairs()[tensor]
+        plan = QuantPlan(row=row_spec if row else None, col=col_spec if col else None)
+        plain = (row and row_spec is None) or (col and col_spec is None)
         state = self.quant_state.get(tensor)
-        if not training:  # only fprop follows, and amax histories must not see evaluation data
-            col_spec = None
+        if not training:
             state = state and state | {"amax_now": state["amax_now"].clone()}
-        if row_spec is None and col_spec is None:
-            return source, source.T
-        counter = self.nonfinite_values if training else None
-        made = quantize(source, QuantPlan(row=row_spec, col=col_spec), state, counter)
-        return made.row if made.row is not None else source, made.col if made.col is not None else source.T
+        return Wanted(plan, plain, state, self.nonfinite_values if training and counted else None)
+
+    def fprop(self, x: Operand) -> Tensor:
+        """x . w^T + b for the row operand of x."""
+        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        return matmul("fprop", x, self.prepared_weight()[0], self.dtype, bias)
+
+    def dgrad(self, g: Operand) -> Tensor:
+        """Gradient of x for the row operand of g."""
+        return matmul("dgrad", g, self.prepared_weight()[1], self.dtype)
+
+    def wgrad(self, g: Operand, x: Operand) -> Tensor:
+        """Gradient of the weight, float32 [out, in], for the column operands of g and x."""
+        return matmul("wgrad", g, x, torch.float32)
+
+    def bias_grad(self, grad: Tensor) -> Tensor | None:
+        """Gradient of the bias, float32 [out], for the unquantised gradient of y."""
+        return None if self.bias is None else grad.float().sum(0)
 
     def drop_codes(self) -> None:
         """Forgets the weight's codes: the master was changed by something that does not bump its version counter."""
@@ -100,31 +123,23 @@ class Linear(nn.Module):
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, training: bool) -> Tensor:
-        w_row, w_col = layer.prepared_weight()
-        x_row, x_col = layer.both(x, "x", training)
-        y = matmul("fprop", x_row, w_row, x.dtype, None if bias is None else bias.to(layer.dtype))
+        made = make(x, layer.wanted("x", training=training))
         if training:
-            ctx.layer, ctx.has_bias = layer, bias is not None
-            ctx.x_meta, x_saved = _pack(x_col)
-            ctx.w_meta, w_saved = _pack(w_col)
-            ctx.x_count = len(x_saved)
-            ctx.save_for_backward(*x_saved, *w_saved)
-        return y
+            ctx.layer = layer
+            ctx.meta, saved = pack(made.col_operand())
+            ctx.save_for_backward(*saved)
+        return layer.fprop(made.row_operand())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
-        saved = ctx.saved_tensors
-        x_col = _unpack(ctx.x_meta, saved[: ctx.x_count])
-        w_col = _unpack(ctx.w_meta, saved[ctx.x_count :])
-        grad = grads[0].contiguous()
-        g_row, g_col = ctx.layer.both(grad, "g")
-        grad_x = matmul("dgrad", g_row, w_col, grad.dtype) if ctx.needs_input_grad[0] else None
-        grad_w = matmul("wgrad", g_col, x_col, torch.float32)
-        grad_b = grad.float().sum(0) if ctx.has_bias else None
-        return grad_x, grad_w, grad_b, None, None
+        layer: Linear = ctx.layer
+        x_col, grad = unpack(ctx.meta, ctx.saved_tensors), grads[0].contiguous()
+        g = make(grad, layer.wanted("g"))
+        grad_x = layer.dgrad(g.row_operand()) if ctx.needs_input_grad[0] else None
+        return grad_x, layer.wgrad(g.col_operand(), x_col), layer.bias_grad(grad), None, None
 
 
-def _pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:
+def pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:
     """Splits an operand into what autograd must hold (so that recomputation can drop it) and the rest."""
     if isinstance(operand, QTensor):
         empty = torch.empty(0)
@@ -132,7 +147,8 @@ def _pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:
     return None, (operand,)
 
 
-def _unpack(meta: QTensor | None, saved: tuple[Tensor, ...]) -> Operand:
+def unpack(meta: QTensor | None, saved: tuple[Tensor, ...]) -> Operand:
+    """The operand that `pack` took apart."""
     if meta is None:
         return saved[0]
     return QTensor(saved[0], saved[1], meta.tile, meta.axis, meta.spec)

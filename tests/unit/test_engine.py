@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
 def test_an_infinity_that_a_quantiser_would_hide_skips_the_step() -> None:
     """E4M3 stores an infinity as 448, which makes every gradient finite: the quantisers' count has to stop the step."""
     made = engine("infir2")
-    layer = made.model.get_submodule("layers.0.gate_up")
+    layer = made.model.get_submodule("layers.0.o")
 
     def spike(_m: object, _i: object, grad_out: tuple[torch.Tensor]) -> None:
         grad_out[0].view(-1)[0] = float("inf")

@@ -187,7 +187,8 @@ def test_swiglu_backward_and_quantise(product: bool) -> None:
     out.backward(grad)
     assert leaf.grad is not None
     debug, plan = torch.empty_like(gate_up), QuantPlan(row=TILE, col=TILE)
-    made, rebuilt = elementwise.swiglu_backward_quantize(grad, gate_up, plan, product, counter(), debug)
+    spec, plain = TILE if product else None, torch.empty_like(grad)
+    made, rebuilt = elementwise.swiglu_backward_quantize(grad, gate_up, plan, spec, counter(), debug, plain)
     a, b = debug.cpu().float(), leaf.grad.cpu().float()
     assert (a != b).float().mean() <= 1e-3  # (1 - sigmoid) cancels, so more values stand near a rounding border
     torch.testing.assert_close(a, b, rtol=2.0**-7, atol=1e-6)
@@ -197,7 +198,22 @@ def test_swiglu_backward_and_quantise(product: bool) -> None:
     assert (rebuilt is not None) == product
     if rebuilt is not None:
         forward = torch.empty(256, 256, dtype=torch.bfloat16, device=DEVICE)
-        same(rebuilt.col, elementwise.swiglu_quantize(gate_up, QuantPlan(col=TILE), counter(), forward).col)
+        same(rebuilt, elementwise.swiglu_quantize(gate_up, QuantPlan(col=TILE), counter(), forward).col)
+        assert torch.equal(plain, forward)
+
+
+def test_without_copies_only_the_bf16_tensor_is_made() -> None:
+    """What a bf16 recipe asks for."""
+    gate_up, grad, nothing = normal(128, 512, 12), normal(128, 256, 13), QuantPlan()
+    product, again, back = torch.empty_like(grad), torch.empty_like(grad), torch.empty_like(gate_up)
+    made = elementwise.swiglu_quantize(gate_up, nothing, counter(), product)
+    assert made.row is None and made.col is None
+    close(product, swiglu(gate_up))
+    elementwise.swiglu_backward_quantize(grad, gate_up, nothing, None, counter(), back, again)
+    assert torch.equal(product, again) and torch.isfinite(back.float()).all()
+    x, weight, normed = normal(128, 256, 14), torch.ones(256, device=DEVICE), torch.empty_like(grad)
+    elementwise.norm_quantize(x, elementwise.add_rstd(x, None, 1e-6)[1], weight, nothing, counter(), normed)
+    close(normed, rmsnorm(x, weight, 1e-6))
 
 
 def test_infinities_are_counted_by_every_kernel() -> None:

@@ -1,7 +1,8 @@
 """Residual, RMSNorm and SwiGLU, forward and backward, each with the quantisation of what it makes.
 
 The reference is ops/reference/elementwise.py followed by ops/reference/quantize.py: each kernel rounds to bf16 where
-the unfused op would store, and quantises that. With `debug` the bf16 tensor is written as well, for tests.
+the unfused op would store, and quantises that. `plain` receives that bf16 tensor: it is all that a
+bf16 recipe wants, and what the tests compare.
 
 A norm needs its whole row before it can scale anything, a column copy needs 128 rows at once, and both together do
 not fit into a multiprocessor. So the row statistic comes from the pass that adds the residual, and the tile pass reads
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...precision.spec import QuantPlan
-from ..reference.quantize import Quantized
+from ...precision.spec import QSpec, QuantPlan
+from ..reference.quantize import QTensor, Quantized
 from .tiles import TILE, Copies, emit_tile
 
 ROWS_EACH = 32  # rows whose weight gradients one program of the norm's backward adds up
@@ -60,7 +61,7 @@ def _norm_quantize(
     x,
     rstd,
     weight,
-    debug,
+    plain,
     width,
     row_codes,
     row_scale,
@@ -71,7 +72,7 @@ def _norm_quantize(
     col_width,
     col_pitch,
     nonfinite,
-    DEBUG: tl.constexpr,
+    PLAIN: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -87,16 +88,17 @@ def _norm_quantize(
     scale = tl.load(weight + c0 + i).to(tl.bfloat16).to(tl.float32)
     value = tl.load(x + at).to(tl.float32) * tl.load(rstd + r0 + i)[:, None] * scale[None, :]
     rounded = value.to(tl.bfloat16)
-    if DEBUG:
-        tl.store(debug + at, rounded)
-    emit_tile(
-        rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
-        col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-    )  # fmt: skip
+    if PLAIN:
+        tl.store(plain + at, rounded)
+    if ROW or COL:
+        emit_tile(
+            rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
+            col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+        )  # fmt: skip
 
 
 def norm_quantize(
-    x: Tensor, rstd: Tensor, weight: Tensor, plan: QuantPlan, nonfinite: Tensor, debug: Tensor | None = None
+    x: Tensor, rstd: Tensor, weight: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None
 ) -> Quantized:
     """Copies of x * rstd * weight.
 
@@ -106,12 +108,12 @@ def norm_quantize(
         weight: float32 [D], rounded to bf16 before use.
         plan: wanted copies.
         nonfinite: int64 scalar, added to.
-        debug: bfloat16 [T, D] that receives the normed tensor.
+        plain: bfloat16 [T, D] that receives the normed tensor.
     """
     rows, width = x.shape
     copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
     _norm_quantize[(rows // TILE * (width // TILE),)](
-        x, rstd, weight, x if debug is None else debug, width, *copies.arguments(), DEBUG=debug is not None,
+        x, rstd, weight, x if plain is None else plain, width, *copies.arguments(), PLAIN=plain is not None,
         **copies.constants(), num_warps=8,
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite)
@@ -183,7 +185,7 @@ def norm_backward(
 @triton.jit
 def _swiglu_quantize(
     gate_up,
-    debug,
+    plain,
     width,
     row_codes,
     row_scale,
@@ -194,7 +196,7 @@ def _swiglu_quantize(
     col_width,
     col_pitch,
     nonfinite,
-    DEBUG: tl.constexpr,
+    PLAIN: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -209,27 +211,28 @@ def _swiglu_quantize(
     at = gate_up + r0.to(tl.int64) * (2 * width) + c0 + i[:, None] * (2 * width) + i[None, :]
     gate, up = tl.load(at).to(tl.float32), tl.load(at + width).to(tl.float32)
     rounded = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
-    if DEBUG:
-        tl.store(debug + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :], rounded)
-    emit_tile(
-        rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
-        col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-    )  # fmt: skip
+    if PLAIN:
+        tl.store(plain + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :], rounded)
+    if ROW or COL:
+        emit_tile(
+            rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
+            col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+        )  # fmt: skip
 
 
-def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, debug: Tensor | None = None) -> Quantized:
+def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None) -> Quantized:
     """Copies of silu(gate) * up.
 
     Args:
         gate_up: bfloat16 [T, 2F], gate first.
         plan: wanted copies.
         nonfinite: int64 scalar, added to.
-        debug: bfloat16 [T, F] that receives the product.
+        plain: bfloat16 [T, F] that receives the product.
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
     _swiglu_quantize[(rows // TILE * (width // TILE),)](
-        gate_up, gate_up if debug is None else debug, width, *copies.arguments(), DEBUG=debug is not None,
+        gate_up, gate_up if plain is None else plain, width, *copies.arguments(), PLAIN=plain is not None,
         **copies.constants(), num_warps=8,
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite)
@@ -239,7 +242,8 @@ def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, debug: 
 def _swiglu_backward_quantize(
     grad,
     gate_up,
-    debug,
+    plain,
+    plain_product,
     width,
     a_codes,
     a_scale,
@@ -254,7 +258,8 @@ def _swiglu_backward_quantize(
     col_width,
     col_pitch,
     nonfinite,
-    DEBUG: tl.constexpr,
+    PLAIN: tl.constexpr,
+    PLAIN_PRODUCT: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
@@ -272,50 +277,61 @@ def _swiglu_backward_quantize(
     gate, up = tl.load(gate_up + here).to(tl.float32), tl.load(gate_up + here + width).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
+    if PLAIN_PRODUCT:
+        at = plain_product + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]
+        tl.store(at, (silu * up).to(tl.bfloat16))
     if PRODUCT:
         emit_tile(
             (silu * up).to(tl.bfloat16).to(tl.float32), r0, c0, a_codes, a_scale, a_width, a_pitch, a_codes, a_scale,
-            a_width, a_pitch, nonfinite, False, True, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+            a_width, a_pitch, nonfinite, False, False, True, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
         )  # fmt: skip
     for_up = (g * silu).to(tl.bfloat16)
-    if DEBUG:
-        tl.store(debug + here + width, for_up)
-    emit_tile(
-        for_up.to(tl.float32), r0, c0 + width, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
-        col_width, col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-    )  # fmt: skip
+    if PLAIN:
+        tl.store(plain + here + width, for_up)
+    if ROW or COL:
+        emit_tile(
+            for_up.to(tl.float32), r0, c0 + width, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
+            col_width, col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+        )  # fmt: skip
     for_gate = (g * up * (sigmoid + silu * (1 - sigmoid))).to(tl.bfloat16)
-    if DEBUG:
-        tl.store(debug + here, for_gate)
-    emit_tile(
-        for_gate.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
-        col_width, col_pitch, nonfinite, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-    )  # fmt: skip
+    if PLAIN:
+        tl.store(plain + here, for_gate)
+    if ROW or COL:
+        emit_tile(
+            for_gate.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
+            col_width, col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+        )  # fmt: skip
 
 
 def swiglu_backward_quantize(
-    grad: Tensor, gate_up: Tensor, plan: QuantPlan, product: bool, nonfinite: Tensor, debug: Tensor | None = None
-) -> tuple[Quantized, Quantized | None]:
-    """Copies of the gradient of gate_up and, rebuilt from it, the column copy of the product.
+    grad: Tensor,
+    gate_up: Tensor,
+    plan: QuantPlan,
+    product: QSpec | None,
+    nonfinite: Tensor,
+    plain: Tensor | None = None,
+    plain_product: Tensor | None = None,
+) -> tuple[Quantized, QTensor | None]:
+    """Copies of the gradient of gate_up and, rebuilt on the way, the product's column copy.
 
     Args:
         grad: bfloat16 [T, F], of silu(gate) * up.
         gate_up: bfloat16 [T, 2F].
-        plan: copies wanted of the gradient; the product's column copy uses the same spec.
-        product: whether to make that column copy.
-        nonfinite: int64 scalar, added to.
-        debug: bfloat16 [T, 2F] that receives the gradient.
+        plan: copies wanted of the gradient.
+        product: the spec of the product's column copy, that of `plan`; None: not wanted.
+        nonfinite: int64 scalar, added to (by the gradient; the product was counted in the forward).
+        plain: bfloat16 [T, 2F] that receives the gradient.
+        plain_product: bfloat16 [T, F] that receives the product.
     """
     rows, width = grad.shape
     copies = Copies.allocate((rows, 2 * width), plan.row, plan.col, nonfinite)
-    rebuilt = Copies.allocate((rows, width), None, plan.col or plan.row, nonfinite) if product else None
-    spare = (nonfinite, nonfinite, 0, 0)
+    rebuilt = Copies.allocate((rows, width), None, product, nonfinite)
     _swiglu_backward_quantize[(rows // TILE * (width // TILE),)](
-        grad, gate_up, gate_up if debug is None else debug, width, *(rebuilt.arguments()[4:8] if rebuilt else spare),
-        *copies.arguments(), DEBUG=debug is not None, PRODUCT=product, **copies.constants(), num_warps=8,
+        grad, gate_up, gate_up if plain is None else plain, gate_up if plain_product is None else plain_product, width,
+        *rebuilt.arguments()[4:8], *copies.arguments(), PLAIN=plain is not None,
+        PLAIN_PRODUCT=plain_product is not None, PRODUCT=product is not None, **copies.constants(), num_warps=8,
     )  # fmt: skip
-    again = None if rebuilt is None else Quantized(None, rebuilt.col, nonfinite)
-    return Quantized(copies.row, copies.col, nonfinite), again
+    return Quantized(copies.row, copies.col, nonfinite), rebuilt.col
 
 
 def _warps(block: int) -> int:

@@ -39,7 +39,7 @@ def _quantize(
     y = tl.load(x + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]).to(tl.float32)
     emit_tile(
         y, r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width, col_pitch, nonfinite,
-        ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+        True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
     )  # fmt: skip
 
 

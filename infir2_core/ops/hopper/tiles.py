@@ -60,6 +60,7 @@ def emit_tile(
     col_width,
     col_pitch,
     nonfinite,
+    COUNT: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -71,13 +72,15 @@ def emit_tile(
     """Writes the copies of tile y (float32 [128, 128], bf16 values) whose first element is (r0, c0) of the source.
 
     `row_width` and `col_width` are the contraction lengths of the copies, `row_pitch` and `col_pitch` the distance of
-    neighbouring scales: along the contraction for 1x128 blocks, across it for 128x128 blocks.
+    neighbouring scales: along the contraction for 1x128 blocks, across it for 128x128 blocks. COUNT: add the infinities
+    and NaNs of the tile to `nonfinite`.
     """
     i = tl.arange(0, 128)
     magnitude = tl.where(y == y, tl.abs(y), 0.0)
-    bad = tl.sum(tl.sum(((y != y) | (magnitude == float("inf"))).to(tl.int32), 1), 0)
-    if bad > 0:
-        tl.atomic_add(nonfinite, bad.to(tl.int64))
+    if COUNT:
+        bad = tl.sum(tl.sum(((y != y) | (magnitude == float("inf"))).to(tl.int32), 1), 0)
+        if bad > 0:
+            tl.atomic_add(nonfinite, bad.to(tl.int64))
     row_at = r0.to(tl.int64) * row_width + c0 + i[:, None] * row_width + i[None, :]
     col_at = c0.to(tl.int64) * col_width + r0 + i[:, None] * col_width + i[None, :]
     dtype: tl.constexpr = row_codes.dtype.element_ty if ROW else col_codes.dtype.element_ty
@@ -108,18 +111,16 @@ class Copies:
 
     row: QTensor | None
     col: QTensor | None
-    spec: QSpec
+    spec: QSpec | None
     nonfinite: Tensor
 
     @staticmethod
     def allocate(shape: tuple[int, int], row: QSpec | None, col: QSpec | None, nonfinite: Tensor) -> Copies:
         """Uninitialised copies; every element is written by the kernel that gets them."""
         rows, cols = shape
-        spec = row or col
-        assert spec is not None
         made = _empty(rows, cols, row, nonfinite.device) if row else None
         turned = _empty(cols, rows, col, nonfinite.device) if col else None
-        return Copies(made, turned, spec, nonfinite)
+        return Copies(made, turned, row or col, nonfinite)
 
     def arguments(self) -> tuple[object, ...]:
         """row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width, col_pitch, nonfinite."""
@@ -127,6 +128,9 @@ class Copies:
 
     def constants(self) -> dict[str, object]:
         """The compile-time arguments of `emit_tile`."""
+        if self.spec is None:
+            names = ("ROW", "COL", "SQUARE", "POW2", "LIMIT", "LIMIT_EXP", "LIMIT_BITS")
+            return dict.fromkeys(names, False)
         limit = parse_format(self.spec.format).max
         mantissa, exponent = math.frexp(limit)
         return {

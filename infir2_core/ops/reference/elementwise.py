@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding with explicit backward passes.
+"""RMSNorm, SwiGLU and rotary embedding: forward and backward as plain functions, and as autograd ops made of them.
 
 Each computes in float32 and rounds once to the dtype of its input, where an unfused kernel would store. Each saves
 only its input (and a row statistic), never a float32 intermediate.
@@ -12,23 +12,66 @@ import torch
 from torch import Tensor
 
 
+def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta (x itself without delta) and 1 / sqrt(mean of squares + eps) of each row.
+
+    Args:
+        x: [T, D].
+        delta: [T, D] or None.
+        eps: of the norm.
+
+    Returns:
+        [T, D] in the dtype of x, and float32 [T].
+    """
+    total = x if delta is None else x + delta
+    return total, torch.rsqrt(total.float().square().mean(-1) + eps)
+
+
+def norm(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """x * rstd * weight in the dtype of x; the float32 weight [D] is rounded to that dtype before use."""
+    return (x.float() * rstd[:, None]).mul_(weight.to(x.dtype).float()).to(x.dtype)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `norm` for x, plus the gradient `residual` that arrives beside it, and the weight's (float32 [D])."""
+    grad32, normed = grad.float(), x.float() * rstd[:, None]
+    grad_weight = (grad32 * normed).sum(0)
+    grad_normed = grad32 * weight.to(x.dtype).float()
+    projection = (grad_normed * normed).mean(-1, keepdim=True)
+    grad_x = (grad_normed - normed * projection).mul_(rstd[:, None]).to(x.dtype)
+    return grad_x if residual is None else grad_x + residual, grad_weight
+
+
+def swiglu_product(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for a [T, 2F] tensor that holds gate, then up. Returns [T, F]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient [T, 2F] of `swiglu_product` from that of its output [T, F]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    grad32, sigmoid, half = grad.float(), torch.sigmoid(gate), gate.shape[-1]
+    silu = gate * sigmoid
+    out = torch.empty_like(gate_up)
+    out[..., :half] = grad32 * up * (sigmoid + silu * (1 - sigmoid))
+    out[..., half:] = grad32 * silu
+    return out
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        _, rstd = add_rstd(x, None, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd).mul_(weight.to(x.dtype).float()).to(x.dtype)
+        return norm(x, rstd, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
-        grad = grads[0].float()
-        normed = x.float() * rstd
-        grad_weight = (grad * normed).sum(0)
-        grad_normed = grad * weight.to(x.dtype).float()
-        projection = (grad_normed * normed).mean(-1, keepdim=True)
-        return (grad_normed - normed * projection).mul_(rstd).to(x.dtype), grad_weight, None
+        return *norm_backward(grads[0], x, rstd, weight, None), None
 
 
 def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -43,21 +86,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.float().chunk(2, -1)
-        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+        return swiglu_product(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.float().chunk(2, -1)
-        grad = grads[0].float()
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        out = torch.empty_like(gate_up)
-        half = gate.shape[-1]
-        out[..., :half] = grad * up * (sigmoid + silu * (1 - sigmoid))
-        out[..., half:] = grad * silu
-        return out
+        return swiglu_backward(grads[0], *ctx.saved_tensors)
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:

@@ -1,0 +1,161 @@
+"""The two stretches of a block whose backward passes are written out: norm + linear, and the whole feed-forward half.
+
+Written out, because quantisation belongs to the op that makes a tensor: the gradient of gate_up is never stored in bf16
+when both GEMMs that read it want codes, which autograd between the two ops could not know.
+
+A block passes the residual stream on as a pair (x, delta) whose sum nobody has computed yet: the next norm adds them in
+the pass that computes its row statistic. Tensor letters as in decoder.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import fused
+from ..ops.reference.elementwise import rope
+from .linear import Linear, pack, unpack
+
+Pair = tuple[Tensor, Tensor]
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Linear,
+        eps: float,
+        training: bool,
+    ) -> Pair:
+        total, rstd = fused.add_rstd(x, delta, eps)
+        made = fused.norm(total, rstd, norm, layer.wanted("x", training=training))
+        if training:
+            ctx.layer, ctx.added = layer, delta is not None
+            ctx.meta, saved = pack(made.col_operand())
+            ctx.save_for_backward(total, rstd, norm, *saved)
+        # Without a delta the sum is x itself, and an input may not be returned as it is.
+        return (total if delta is not None else total.view_as(total)), layer.fprop(made.row_operand())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        layer: Linear = ctx.layer
+        total, rstd, norm, *saved = ctx.saved_tensors
+        residual, grad = grads[0], grads[1].contiguous()
+        g = fused.make(grad, layer.wanted("g"))
+        grad_normed = layer.dgrad(g.row_operand())
+        grad_weight = layer.wgrad(g.col_operand(), unpack(ctx.meta, tuple(saved)))
+        grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, norm, residual)
+        grad_delta = grad_x if ctx.added else None
+        return grad_x, grad_delta, grad_norm, grad_weight, layer.bias_grad(grad), None, None, None
+
+
+def norm_linear(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, layer: Linear, eps: float) -> Pair:
+    """x + delta, and layer(rmsnorm(x + delta)).
+
+    Args:
+        x_TD: residual stream.
+        delta_TD: what the branch before wants added to it, or None.
+        norm: float32 [D] weight.
+        layer: the linear.
+        eps: of the norm.
+    """
+    training = torch.is_grad_enabled()
+    return _NormLinear.apply(x_TD, delta_TD, norm, layer.weight, layer.bias, layer, eps, training)  # type: ignore[no-any-return]
+
+
+class _NormOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> Tensor:
+        total, rstd = fused.add_rstd(x, delta, eps)
+        ctx.save_for_backward(total, rstd, norm)
+        ctx.added = delta is not None
+        return fused.norm(total, rstd, norm, fused.PLAIN).unquantised()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total, rstd, norm = ctx.saved_tensors
+        grad_x, grad_norm = fused.norm_backward(grads[0].contiguous(), total, rstd, norm, None)
+        return grad_x, grad_x if ctx.added else None, grad_norm, None
+
+
+def norm_of_sum(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, eps: float) -> Tensor:
+    """rmsnorm(x + delta)."""
+    return _NormOfSum.apply(x_TD, delta_TD, norm, eps)  # type: ignore[no-any-return]
+
+
+class _RopeInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+        ctx.mark_dirty(qkv)
+        ctx.save_for_backward(cos, sin)
+        ctx.rotated = rotated
+        return fused.rotate_(qkv, cos, sin, rotated)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        # The gradient was concatenated for this op alone, so it may be changed.
+        return fused.rotate_(grads[0].contiguous(), cos, sin, ctx.rotated, backward=True), None, None, None
+
+
+def rope_qkv(qkv_THd: Tensor, cos_T: Tensor, sin_T: Tensor, rotated: int) -> Tensor:
+    """Rotary embedding of the first `rotated` heads of [T, heads, head_dim], in place where a kernel can."""
+    if fused.rotates(qkv_THd):
+        return _RopeInPlace.apply(qkv_THd, cos_T, sin_T, rotated)  # type: ignore[no-any-return]
+    return torch.cat([rope(qkv_THd[:, :rotated], cos_T, sin_T), qkv_THd[:, rotated:]], 1)
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        gate_up: Linear,
+        down: Linear,
+        eps: float,
+        training: bool,
+    ) -> Pair:
+        total, rstd = fused.add_rstd(x, delta, eps)
+        normed = fused.norm(total, rstd, norm, gate_up.wanted("x", training=training))
+        gate_up_T2F = gate_up.fprop(normed.row_operand())
+        # The column copy of the product waits for the backward, which rebuilds the product anyway.
+        product = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training))
+        if training:
+            ctx.gate_up, ctx.down = gate_up, down
+            ctx.meta, saved = pack(normed.col_operand())
+            ctx.save_for_backward(total, rstd, norm, gate_up_T2F, *saved)
+        return total, down.fprop(product.row_operand())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gate_up: Linear = ctx.gate_up
+        down: Linear = ctx.down
+        total, rstd, norm, gate_up_T2F, *saved = ctx.saved_tensors
+        residual, grad = grads[0], grads[1].contiguous()
+        g = fused.make(grad, down.wanted("g"))
+        grad_product = down.dgrad(g.row_operand())
+        again = down.wanted("x", row=False, counted=False)
+        inner, product = fused.swiglu_backward(grad_product, gate_up_T2F, gate_up.wanted("g"), again)
+        grad_down = down.wgrad(g.col_operand(), product.col_operand())
+        grad_normed = gate_up.dgrad(inner.row_operand())
+        grad_gate_up = gate_up.wgrad(inner.col_operand(), unpack(ctx.meta, tuple(saved)))
+        grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, norm, residual)
+        return grad_x, grad_x, grad_norm, grad_gate_up, grad_down, None, None, None, None
+
+
+def feed_forward(x_TD: Tensor, delta_TD: Tensor, norm: nn.Parameter, gate_up: Linear, down: Linear, eps: float) -> Pair:
+    """x + delta, and down(swiglu(gate_up(rmsnorm(x + delta)))). Arguments as `norm_linear`; no biases."""
+    training = torch.is_grad_enabled()
+    weights = (gate_up.weight, down.weight)
+    return _FeedForward.apply(x_TD, delta_TD, norm, *weights, gate_up, down, eps, training)  # type: ignore[no-any-return]

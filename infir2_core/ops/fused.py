@@ -1,0 +1,160 @@
+"""Norm and SwiGLU with the quantisation of their results: chooses between the Hopper kernels and the reference.
+
+Without a kernel that fits, the bf16 tensor is made first and quantised then; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..precision.spec import QuantPlan
+from . import dispatch
+from .reference import elementwise as reference
+from .reference.matmul import Operand
+from .reference.quantize import QTensor, State
+
+BLOCK = 128  # sides of what the kernels take divide by this
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a tensor is wanted as.
+
+    Attributes:
+        plan: its quantised copies.
+        plain: also the tensor itself, because some GEMM reads it unquantised.
+        state: of its quantiser, for delayed scaling.
+        counter: int64 scalar on the device, to which infinities and NaNs of what is quantised are added; None: not
+            counted.
+    """
+
+    plan: QuantPlan
+    plain: bool
+    state: State | None
+    counter: Tensor | None
+
+
+PLAIN = Wanted(QuantPlan(), True, None, None)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Row and column copy of a tensor, and the tensor itself where it was wanted."""
+
+    row: QTensor | None
+    col: QTensor | None
+    plain: Tensor | None
+
+    def row_operand(self) -> Operand:
+        """[R, C], contraction over C."""
+        return self.row if self.row is not None else self.unquantised()
+
+    def col_operand(self) -> Operand:
+        """[C, R], contraction over R."""
+        return self.col if self.col is not None else self.unquantised().T
+
+    def unquantised(self) -> Tensor:
+        """The tensor itself, [R, C]."""
+        if self.plain is None:
+            raise ValueError("this copy was not asked for")
+        return self.plain
+
+
+def make(source: Tensor, wanted: Wanted) -> Made:
+    """The wanted forms of a tensor that exists."""
+    if wanted.plan.row is None and wanted.plan.col is None:
+        return Made(None, None, source)
+    made = dispatch.quantize(source, wanted.plan, wanted.state, wanted.counter)
+    return Made(made.row, made.col, source)
+
+
+def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual sum and the norm's row statistic: `reference.add_rstd`."""
+    if dispatch.fast(x) and x.dtype == torch.bfloat16:
+        from .hopper import elementwise as hopper
+
+        return hopper.add_rstd(x, delta, eps)
+    return reference.add_rstd(x, delta, eps)
+
+
+def norm(x: Tensor, rstd: Tensor, weight: Tensor, wanted: Wanted) -> Made:
+    """x * rstd * weight as wanted, for x [T, D], rstd float32 [T], weight float32 [D]."""
+    if _fits(x, x.shape[1], wanted.plan):
+        from .hopper import elementwise as hopper
+
+        plain = torch.empty_like(x) if wanted.plain else None
+        made = hopper.norm_quantize(x, rstd, weight, wanted.plan, _counter(x, wanted), plain)
+        return Made(made.row, made.col, plain)
+    return make(reference.norm(x, rstd, weight), wanted)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradient of x (the residual's included) and of the weight: `reference.norm_backward`."""
+    if dispatch.fast(x) and x.dtype == torch.bfloat16:
+        from .hopper import elementwise as hopper
+
+        return hopper.norm_backward(grad, x, rstd, weight, residual)
+    return reference.norm_backward(grad, x, rstd, weight, residual)
+
+
+def swiglu(gate_up: Tensor, wanted: Wanted) -> Made:
+    """silu(gate) * up [T, F] as wanted, for gate_up [T, 2F]."""
+    half = gate_up.shape[1] // 2
+    if _fits(gate_up, half, wanted.plan):
+        from .hopper import elementwise as hopper
+
+        plain = gate_up.new_empty(gate_up.shape[0], half) if wanted.plain else None
+        made = hopper.swiglu_quantize(gate_up, wanted.plan, _counter(gate_up, wanted), plain)
+        return Made(made.row, made.col, plain)
+    return make(reference.swiglu_product(gate_up), wanted)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor, wanted: Wanted, product: Wanted) -> tuple[Made, Made]:
+    """The gradient of gate_up as wanted, and the product, rebuilt bit for bit, as its wgrad wants it.
+
+    Args:
+        grad: [T, F], of the product.
+        gate_up: [T, 2F].
+        wanted: of the gradient.
+        product: of the product; no row copy.
+    """
+    kinds = {spec for spec in (wanted.plan.row, wanted.plan.col, product.plan.col) if spec is not None}
+    if _fits(gate_up, grad.shape[1], wanted.plan) and len(kinds) <= 1:
+        from .hopper import elementwise as hopper
+
+        plain = torch.empty_like(gate_up) if wanted.plain else None
+        rebuilt = torch.empty_like(grad) if product.plain else None
+        counter, spec = _counter(grad, wanted), product.plan.col
+        made, col = hopper.swiglu_backward_quantize(grad, gate_up, wanted.plan, spec, counter, plain, rebuilt)
+        return Made(made.row, made.col, plain), Made(None, col, rebuilt)
+    again = make(reference.swiglu_product(gate_up), product)
+    return make(reference.swiglu_backward(grad, gate_up), wanted), again
+
+
+def rotates(qkv: Tensor) -> bool:
+    """Whether `rotate_` takes this tensor."""
+    return dispatch.fast(qkv) and qkv.dtype == torch.bfloat16
+
+
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, backward: bool = False) -> Tensor:
+    """Rotary embedding in place: hopper/rope_heads.py."""
+    from .hopper.rope_heads import rotate_ as kernel
+
+    return kernel(qkv, cos, sin, rotated, backward)
+
+
+def _counter(x: Tensor, wanted: Wanted) -> Tensor:
+    return wanted.counter if wanted.counter is not None else torch.zeros((), dtype=torch.int64, device=x.device)
+
+
+def _fits(x: Tensor, width: int, plan: QuantPlan) -> bool:
+    if not dispatch.fast(x) or x.dtype != torch.bfloat16 or x.shape[0] % BLOCK or width % BLOCK:
+        return False
+    from .hopper.tiles import supported
+
+    return (plan.row is None and plan.col is None) or supported(plan.row, plan.col)

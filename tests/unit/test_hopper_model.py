@@ -1,0 +1,65 @@
+"""The whole decoder on the Triton kernels (in their CPU interpreter) against the decoder by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from test_hopper_kernels import HOPPER, exact_conversions, poisoned_buffers  # noqa: F401
+
+from infir2_core.config.schema import ModelShape
+from infir2_core.data.batch import rows_to_batch
+from infir2_core.model.decoder import Decoder
+from infir2_core.ops import dispatch
+from infir2_core.precision.recipe import load_recipe
+
+pytestmark = pytest.mark.skipif(HOPPER, reason="tests/gpu runs the decoder on the GPU itself")
+SHAPE = ModelShape(
+    layers=2, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=64, tied=True, max_positions=256
+)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels wherever they fit, but the GEMMs, which need the GPU."""
+    from infir2_core.ops.hopper import gemm
+
+    monkeypatch.setattr(dispatch, "fast", lambda x: True)
+    monkeypatch.setattr(gemm, "supports", lambda a, b: False)
+    yield
+
+
+def run(recipe: str, recompute: str = "none") -> tuple[float, dict[str, torch.Tensor], float]:
+    model = Decoder(SHAPE, load_recipe(recipe), "cpu", recompute)
+    model.initialise(0.1, seed=5)
+    generator = torch.Generator().manual_seed(7)
+    batch = rows_to_batch([torch.randint(0, 64, (65,), generator=generator) for _ in range(2)])
+    with torch.no_grad():
+        evaluated = float(-model.logprobs(batch).mean())
+    loss = -model.logprobs(batch).mean()
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, evaluated
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-fp32-scales"])
+def test_the_decoder_on_kernels_is_the_decoder(recipe: str, request: pytest.FixtureRequest) -> None:
+    reference = run(recipe)
+    request.getfixturevalue("kernels")
+    ours = run(recipe)
+    assert ours[0] == pytest.approx(reference[0], rel=1e-4) and ours[2] == pytest.approx(ours[0], rel=1e-6)
+    assert set(ours[1]) == set(reference[1])
+    for name, grad in reference[1].items():
+        # A bf16 ulp in the row statistic flips single codes; an error in a formula would show as a whole.
+        assert torch.linalg.norm(ours[1][name] - grad) < 0.03 * torch.linalg.norm(grad), name
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_on_kernels_changes_no_bit(recompute: str, kernels: None) -> None:
+    plain, again = run("infir2"), run("infir2", recompute)
+    assert plain[0] == again[0]
+    for name, grad in plain[1].items():
+        assert torch.equal(grad, again[1][name]), name
