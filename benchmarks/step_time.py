@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from infir2_core.bench.profile import profile
 from infir2_core.config.presets import load_preset
 from infir2_core.config.schema import Blend, RunConfig, Source
 from infir2_core.data.batch import rows_to_batch
@@ -23,7 +24,14 @@ from infir2_core.precision.recipe import load_recipe
 
 
 def measure(
-    size: str, recipes: list[str], device: str, seq_len: int, rows: int, rounds: int, recompute: str = "none"
+    size: str,
+    recipes: list[str],
+    device: str,
+    seq_len: int,
+    rows: int,
+    rounds: int,
+    recompute: str = "none",
+    kernels: int = 0,
 ) -> list[dict[str, Any]]:
     """One row of figures a recipe, from `rounds` timed steps each after two that are not timed."""
     preset, cuda = load_preset(size), device.startswith("cuda")
@@ -38,7 +46,12 @@ def measure(
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         engine = engines[name] = NativeEngine(config, load_recipe(name), Ranks(device=device))
-        engine.model.initialise(cpt.init_std, cpt.seed)
+        if cuda:  # drawing 1.5 B numbers on the CPU takes longer than the measurement
+            for parameter in engine.model.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=cpt.init_std)
+        else:
+            engine.model.initialise(cpt.init_std, cpt.seed)
         for _ in range(2):
             engine.train_step([batch], 1e-4)
         peaks[name] = round((torch.cuda.max_memory_allocated() - held) / 2**30, 2) if cuda else None
@@ -48,6 +61,12 @@ def measure(
             began = time.perf_counter()
             engine.train_step([batch], 1e-4)  # ends with the loss on the host, so the device is done
             times[name].append(1e3 * (time.perf_counter() - began))
+    for name, engine in engines.items() if kernels else ():
+        where = profile(lambda engine=engine: engine.train_step([batch], 1e-4))  # type: ignore[misc]
+        print(f"{name}: span {where.span:.1f} ms, gaps {where.gaps:.1f} ms")
+        print("  " + ", ".join(f"{group} {ms:.1f}" for group, ms in where.groups.items()))
+        for kernel, ms, count in where.kernels[:kernels]:
+            print(f"  {ms:8.2f} ms {count:5} x {kernel[:100]}")
     made = []
     for name in recipes:
         middle = statistics.median(times[name])
@@ -67,8 +86,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recompute", default="none")
+    parser.add_argument("--kernels", type=int, default=0, help="also profile one step and list so many kernels")
     args = parser.parse_args()
-    for row in measure(args.size, args.recipes, args.device, args.seq_len, args.rows, args.rounds, args.recompute):
+    for row in measure(
+        args.size, args.recipes, args.device, args.seq_len, args.rows, args.rounds, args.recompute, args.kernels
+    ):
         print(json.dumps(row), flush=True)
 
 

@@ -58,7 +58,7 @@ class NativeEngine:
         loss = torch.zeros((), device=self.ranks.device)
         for batch in batches:
             moved = batch.to(self.ranks.device)
-            part = -(moved.weights_T * self.model.logprobs(moved)).sum() / total[0]
+            part, _ = self.model.loss(moved, moved.weights_T / total[0])
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         self.ranks.sum([loss, *(p.grad for p in self.model.parameters() if p.grad is not None)])
@@ -94,7 +94,7 @@ class NativeEngine:
         kept = {name: tensor.clone() for name, tensor in self._quantiser_tensors().items()}
         ledger.start()
         moved = batch.to(self.ranks.device)
-        (-self.model.logprobs(moved).mean()).backward()  # type: ignore[no-untyped-call]
+        self.model.loss(moved, moved.weights_T)[0].backward()  # type: ignore[no-untyped-call]
         counts = ledger.stop()
         self.model.zero_grad(set_to_none=True)
         for name, tensor in self._quantiser_tensors().items():

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config.schema import ModelShape
 from ..data.batch import Batch
 from ..ops.dispatch import ledger
+from ..ops.loss import linear_cross_entropy
 from ..ops.reference.attention import attention
 from ..ops.reference.elementwise import rope_tables
 from ..ops.reference.loss import linear_logprob
@@ -125,15 +126,22 @@ class Decoder(nn.Module):
         return norm_of_sum(x, delta, self.norm, self.shape.norm_eps)
 
     def logits(self, batch: Batch) -> Tensor:
-        """float32 [T, V]; for tests and generation, training uses `logprobs`."""
+        """float32 [T, V]; for tests and generation, training uses `loss`."""
         return self.hidden(batch).float() @ self._head_weight().detach().to(self.dtype).float().T
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """log p(target) of each token, float32 [T]."""
+        """log p(target) of each token, float32 [T], from float32 logits; gradients flow."""
         weight = self._head_weight()
         hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
         ledger.add("head", hidden, head)
         return linear_logprob(hidden, weight, head, batch.targets_T)
+
+    def loss(self, batch: Batch, weights_T: Tensor) -> tuple[Tensor, Tensor]:
+        """-sum(weights * log p(target)), for training; and the log-probabilities, float32 [T], without gradient."""
+        weight = self._head_weight()
+        hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
+        ledger.add("head", hidden, head)
+        return linear_cross_entropy(hidden, weight, head, batch.targets_T, weights_T)
 
     def _head_weight(self) -> nn.Parameter:
         return self.embed if self.head is None else self.head

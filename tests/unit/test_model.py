@@ -117,6 +117,34 @@ def test_chunked_head_equals_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_the_training_loss_is_the_weighted_sum_of_logprobs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the form with any gradient, and with chunks whose last one is shorter."""
+    from infir2_core.ops import loss as module
+
+    model = Decoder(WIDE, load_recipe(recipe))
+    model.initialise(0.05, seed=4)
+    batch = rows_to_batch(rows(WIDE, (19, 8), seed=1))
+    weights = torch.rand(27, generator=torch.Generator().manual_seed(0))
+    weights[::5] = 0
+    (-(weights * model.logprobs(batch)).sum()).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    tolerance = 1e-5 if recipe == "fp32" else 2e-2
+    for size in (1 << 30, 7 * WIDE.vocab * 4):
+        monkeypatch.setattr(module, "CHUNK_BYTES", size)
+        model.zero_grad()
+        loss, logprobs = model.loss(batch, weights)
+        assert not logprobs.requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(logprobs, model.logprobs(batch), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(loss.detach(), -(weights * logprobs).sum())
+        (3 * loss).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            difference = torch.linalg.norm(parameter.grad / 3 - expected[name])
+            assert difference <= tolerance * torch.linalg.norm(expected[name]), name
+
+
 WIDE = ModelShape(
     layers=2, hidden=160, ffn=200, heads=4, kv_heads=2, head_dim=40, vocab=96, tied=True, max_positions=512
 )

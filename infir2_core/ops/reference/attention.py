@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -40,12 +41,20 @@ def attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, lengths: tuple[int, .
 def _batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, H, S, d] against [B, G, S, d]."""
     repeats = q.shape[1] // k.shape[1]
+    if repeats > 1 and q.is_cuda and _takes_groups(q, k, v):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     if repeats > 1:
         k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(q.dtype)
     with _fast_backends(q):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _takes_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN takes grouped keys and values as they are, without copies for each query head."""
+    return torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
 
 
 def _fast_backends(q: Tensor) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""LM head and cross-entropy in one op: the full [T, V] logits never exist, only a chunk of rows at a time."""
+"""LM head and log-probabilities in one op: the full [T, V] logits never exist, only a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ class _LinearLogprob(torch.autograd.Function):
             grad_x[rows] = matmul(grad_logits, head.T, x.dtype)
             grad_weight += matmul(grad_logits.T, x[rows].T, torch.float32)
         return grad_x, grad_weight, None, None
+
+
+def softmax_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """log softmax(logits)[target], float32 [T]; `logits` [T, V] becomes weights * (softmax - onehot), its gradient in
+    -sum(weights * logprobs).
+
+    Args:
+        logits: any float dtype; overwritten.
+        targets: int64 [T].
+        weights: float32 [T].
+    """
+    logprobs_TV = torch.log_softmax(logits.float(), -1)
+    chosen = logprobs_TV.gather(1, targets[:, None])
+    gradient = logprobs_TV.exp_().scatter_add_(1, targets[:, None], torch.full_like(chosen, -1.0))
+    logits.copy_(gradient.mul_(weights[:, None]))
+    return chosen[:, 0]
 
 
 def _chunks(x: Tensor, head: Tensor) -> list[slice]:
