@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...precision.spec import QSpec, QuantPlan
 from ..reference.quantize import QTensor, Quantized
-from .tiles import TILE, Copies, emit_tile
+from .tiles import STRIP, TILE, WARPS, Copies, count_nonfinite, emit_cols, emit_rows
 
 ROWS_EACH = 32  # rows whose weight gradients one program of the norm's backward adds up
 
@@ -57,6 +57,15 @@ def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tenso
 
 
 @triton.jit
+def _normed(x, rstd, weight, r, c, width):
+    """bfloat16 x * rstd * weight at rows r and columns c."""
+    value = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :]).to(tl.float32)
+    return (value * tl.load(rstd + r)[:, None] * tl.load(weight + c).to(tl.bfloat16).to(tl.float32)[None, :]).to(
+        tl.bfloat16
+    )
+
+
+@triton.jit
 def _norm_quantize(
     x,
     rstd,
@@ -75,7 +84,7 @@ def _norm_quantize(
     PLAIN: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    SQUARE: tl.constexpr,
+    STRIP: tl.constexpr,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
@@ -83,18 +92,23 @@ def _norm_quantize(
 ):
     across = width // 128
     r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    i = tl.arange(0, 128)
-    at = r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]
-    scale = tl.load(weight + c0 + i).to(tl.bfloat16).to(tl.float32)
-    value = tl.load(x + at).to(tl.float32) * tl.load(rstd + r0 + i)[:, None] * scale[None, :]
-    rounded = value.to(tl.bfloat16)
-    if PLAIN:
-        tl.store(plain + at, rounded)
-    if ROW or COL:
-        emit_tile(
-            rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
-            col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-        )  # fmt: skip
+    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
+    if ROW or PLAIN:
+        for s in range(128 // STRIP):
+            r, c = r0 + s * STRIP + strip, c0 + whole
+            y = _normed(x, rstd, weight, r, c, width)
+            if PLAIN:
+                tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
+            if ROW:
+                count_nonfinite(y, nonfinite)
+                emit_rows(y, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+    if COL:
+        for s in range(128 // STRIP):
+            r, c = r0 + whole, c0 + s * STRIP + strip
+            y = _normed(x, rstd, weight, r, c, width)
+            if not ROW:
+                count_nonfinite(y, nonfinite)
+            emit_cols(y, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
 
 
 def norm_quantize(
@@ -113,8 +127,8 @@ def norm_quantize(
     rows, width = x.shape
     copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
     _norm_quantize[(rows // TILE * (width // TILE),)](
-        x, rstd, weight, x if plain is None else plain, width, *copies.arguments(), PLAIN=plain is not None,
-        **copies.constants(), num_warps=8,
+        x, rstd, weight, x if plain is None else plain, width, *copies.arguments(), nonfinite, PLAIN=plain is not None,
+        STRIP=STRIP, **copies.constants(), num_warps=WARPS,
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite)
 
@@ -183,6 +197,14 @@ def norm_backward(
 
 
 @triton.jit
+def _product(gate_up, r, c, width):
+    """bfloat16 silu(gate) * up at rows r and columns c of the product."""
+    at = gate_up + r.to(tl.int64)[:, None] * (2 * width) + c[None, :]
+    gate, up = tl.load(at).to(tl.float32), tl.load(at + width).to(tl.float32)
+    return (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
+
+
+@triton.jit
 def _swiglu_quantize(
     gate_up,
     plain,
@@ -199,7 +221,7 @@ def _swiglu_quantize(
     PLAIN: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    SQUARE: tl.constexpr,
+    STRIP: tl.constexpr,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
@@ -207,17 +229,23 @@ def _swiglu_quantize(
 ):
     across = width // 128
     r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    i = tl.arange(0, 128)
-    at = gate_up + r0.to(tl.int64) * (2 * width) + c0 + i[:, None] * (2 * width) + i[None, :]
-    gate, up = tl.load(at).to(tl.float32), tl.load(at + width).to(tl.float32)
-    rounded = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
-    if PLAIN:
-        tl.store(plain + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :], rounded)
-    if ROW or COL:
-        emit_tile(
-            rounded.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width,
-            col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-        )  # fmt: skip
+    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
+    if ROW or PLAIN:
+        for s in range(128 // STRIP):
+            r, c = r0 + s * STRIP + strip, c0 + whole
+            y = _product(gate_up, r, c, width)
+            if PLAIN:
+                tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
+            if ROW:
+                count_nonfinite(y, nonfinite)
+                emit_rows(y, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+    if COL:
+        for s in range(128 // STRIP):
+            r, c = r0 + whole, c0 + s * STRIP + strip
+            y = _product(gate_up, r, c, width)
+            if not ROW:
+                count_nonfinite(y, nonfinite)
+            emit_cols(y, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
 
 
 def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None) -> Quantized:
@@ -232,10 +260,22 @@ def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: 
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
     _swiglu_quantize[(rows // TILE * (width // TILE),)](
-        gate_up, gate_up if plain is None else plain, width, *copies.arguments(), PLAIN=plain is not None,
-        **copies.constants(), num_warps=8,
+        gate_up, gate_up if plain is None else plain, width, *copies.arguments(), nonfinite, PLAIN=plain is not None,
+        STRIP=STRIP, **copies.constants(), num_warps=WARPS,
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite)
+
+
+@triton.jit
+def _gradients(grad, gate_up, r, c, width):
+    """bfloat16 gradients of gate and of up, and the product, at rows r and columns c of the product."""
+    at = gate_up + r.to(tl.int64)[:, None] * (2 * width) + c[None, :]
+    g = tl.load(grad + r.to(tl.int64)[:, None] * width + c[None, :]).to(tl.float32)
+    gate, up = tl.load(at).to(tl.float32), tl.load(at + width).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    for_gate = (g * up * (sigmoid + silu * (1 - sigmoid))).to(tl.bfloat16)
+    return for_gate, (g * silu).to(tl.bfloat16), (silu * up).to(tl.bfloat16)
 
 
 @triton.jit
@@ -263,7 +303,7 @@ def _swiglu_backward_quantize(
     PRODUCT: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    SQUARE: tl.constexpr,
+    STRIP: tl.constexpr,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
@@ -271,36 +311,42 @@ def _swiglu_backward_quantize(
 ):
     across = width // 128
     r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    i = tl.arange(0, 128)
-    here = r0.to(tl.int64) * (2 * width) + c0 + i[:, None] * (2 * width) + i[None, :]
-    g = tl.load(grad + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]).to(tl.float32)
-    gate, up = tl.load(gate_up + here).to(tl.float32), tl.load(gate_up + here + width).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    if PLAIN_PRODUCT:
-        at = plain_product + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]
-        tl.store(at, (silu * up).to(tl.bfloat16))
-    if PRODUCT:
-        emit_tile(
-            (silu * up).to(tl.bfloat16).to(tl.float32), r0, c0, a_codes, a_scale, a_width, a_pitch, a_codes, a_scale,
-            a_width, a_pitch, nonfinite, False, False, True, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-        )  # fmt: skip
-    for_up = (g * silu).to(tl.bfloat16)
-    if PLAIN:
-        tl.store(plain + here + width, for_up)
-    if ROW or COL:
-        emit_tile(
-            for_up.to(tl.float32), r0, c0 + width, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
-            col_width, col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-        )  # fmt: skip
-    for_gate = (g * up * (sigmoid + silu * (1 - sigmoid))).to(tl.bfloat16)
-    if PLAIN:
-        tl.store(plain + here, for_gate)
-    if ROW or COL:
-        emit_tile(
-            for_gate.to(tl.float32), r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale,
-            col_width, col_pitch, nonfinite, True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-        )  # fmt: skip
+    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
+    if ROW or PLAIN or PLAIN_PRODUCT:
+        for s in range(128 // STRIP):
+            r, c = r0 + s * STRIP + strip, c0 + whole
+            for_gate, for_up, product = _gradients(grad, gate_up, r, c, width)
+            if PLAIN_PRODUCT:
+                tl.store(plain_product + r.to(tl.int64)[:, None] * width + c[None, :], product)
+            if PLAIN:
+                at = plain + r.to(tl.int64)[:, None] * (2 * width) + c[None, :]
+                tl.store(at, for_gate)
+                tl.store(at + width, for_up)
+            if ROW:
+                count_nonfinite(for_gate, nonfinite)
+                count_nonfinite(for_up, nonfinite)
+                emit_rows(
+                    for_gate, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
+                )
+                emit_rows(
+                    for_up, r, width + c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
+                )
+    if COL or PRODUCT:
+        for s in range(128 // STRIP):
+            r, c = r0 + whole, c0 + s * STRIP + strip
+            for_gate, for_up, product = _gradients(grad, gate_up, r, c, width)
+            if PRODUCT:
+                emit_cols(product, r, c, a_codes, a_scale, a_width, a_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+            if COL:
+                if not ROW:
+                    count_nonfinite(for_gate, nonfinite)
+                    count_nonfinite(for_up, nonfinite)
+                emit_cols(
+                    for_gate, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
+                )
+                emit_cols(
+                    for_up, r, width + c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
+                )
 
 
 def swiglu_backward_quantize(
@@ -328,8 +374,9 @@ def swiglu_backward_quantize(
     rebuilt = Copies.allocate((rows, width), None, product, nonfinite)
     _swiglu_backward_quantize[(rows // TILE * (width // TILE),)](
         grad, gate_up, gate_up if plain is None else plain, gate_up if plain_product is None else plain_product, width,
-        *rebuilt.arguments()[4:8], *copies.arguments(), PLAIN=plain is not None,
-        PLAIN_PRODUCT=plain_product is not None, PRODUCT=product is not None, **copies.constants(), num_warps=8,
+        *rebuilt.arguments()[4:8], *copies.arguments(), nonfinite, PLAIN=plain is not None,
+        PLAIN_PRODUCT=plain_product is not None, PRODUCT=product is not None,
+        STRIP=STRIP, **copies.constants(), num_warps=WARPS,
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite), rebuilt.col
 

@@ -9,7 +9,19 @@ from torch import Tensor
 
 from ...precision.spec import QuantPlan
 from ..reference.quantize import Quantized
-from .tiles import TILE, Copies, emit_tile, supported
+from .tiles import (
+    STRIP,
+    TILE,
+    WARPS,
+    Copies,
+    amax_of,
+    count_nonfinite,
+    emit_cols,
+    emit_rows,
+    encode_scale,
+    supported,
+    to_codes,
+)
 
 
 @triton.jit
@@ -27,7 +39,7 @@ def _quantize(
     nonfinite,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    SQUARE: tl.constexpr,
+    STRIP: tl.constexpr,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
@@ -35,12 +47,66 @@ def _quantize(
 ):
     across = width // 128
     r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    i = tl.arange(0, 128)
-    y = tl.load(x + r0.to(tl.int64) * width + c0 + i[:, None] * width + i[None, :]).to(tl.float32)
-    emit_tile(
-        y, r0, c0, row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width, col_pitch, nonfinite,
-        True, ROW, COL, SQUARE, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-    )  # fmt: skip
+    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
+    if ROW:
+        for s in range(128 // STRIP):
+            r, c = r0 + s * STRIP + strip, c0 + whole
+            y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
+            count_nonfinite(y, nonfinite)
+            emit_rows(y, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+    if COL:
+        for s in range(128 // STRIP):
+            r, c = r0 + whole, c0 + s * STRIP + strip
+            y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
+            if not ROW:
+                count_nonfinite(y, nonfinite)
+            emit_cols(y, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+
+
+@triton.jit
+def _quantize_square(
+    x,
+    width,
+    row_codes,
+    row_scale,
+    row_width,
+    row_pitch,
+    col_codes,
+    col_scale,
+    col_width,
+    col_pitch,
+    nonfinite,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    STRIP: tl.constexpr,
+    POW2: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LIMIT_EXP: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+):
+    across = width // 128
+    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
+    c, strip = c0 + tl.arange(0, 128), tl.arange(0, STRIP)
+    amax = 0.0
+    for s in range(128 // STRIP):
+        r = r0 + s * STRIP + strip
+        y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
+        count_nonfinite(y, nonfinite)
+        amax = tl.maximum(amax, tl.max(amax_of(y, 1), 0))
+    encode, decode = encode_scale(amax, LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
+    dtype: tl.constexpr = row_codes.dtype.element_ty if ROW else col_codes.dtype.element_ty
+    for s in range(128 // STRIP):
+        r = r0 + s * STRIP + strip
+        y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :]).to(tl.float32)
+        codes = to_codes(y * encode, LIMIT, dtype)
+        if ROW:
+            tl.store(row_codes + r.to(tl.int64)[:, None] * row_width + c[None, :], codes)
+        if COL:
+            tl.store(col_codes + c.to(tl.int64)[:, None] * col_width + r[None, :], tl.trans(codes))
+    if ROW:
+        tl.store(row_scale + (r0 // 128) * row_pitch + c0 // 128, decode)
+    if COL:
+        tl.store(col_scale + (c0 // 128) * col_pitch + r0 // 128, decode)
 
 
 def supports(x: Tensor, plan: QuantPlan) -> bool:
@@ -62,6 +128,9 @@ def quantize(x: Tensor, plan: QuantPlan, nonfinite: Tensor) -> Quantized:
     """
     rows, cols = x.shape
     copies = Copies.allocate((rows, cols), plan.row, plan.col, nonfinite)
-    grid = (rows // TILE * (cols // TILE),)
-    _quantize[grid](x.contiguous(), cols, *copies.arguments(), **copies.constants(), num_warps=8)
+    assert copies.spec is not None
+    kernel = _quantize_square if copies.spec.block == (TILE, TILE) else _quantize
+    kernel[(rows // TILE * (cols // TILE),)](
+        x.contiguous(), cols, *copies.arguments(), nonfinite, STRIP=STRIP, **copies.constants(), num_warps=WARPS
+    )
     return Quantized(copies.row, copies.col, nonfinite)

@@ -1,8 +1,10 @@
-"""What every quantising kernel ends with: one 128 x 128 tile of bf16 values becomes codes and scales.
+"""What every quantising kernel ends with: strips of one 128 x 128 tile of bf16 values become codes and scales.
 
-A tile holds whole blocks in both directions, so one read of it yields the row copy (1x128 blocks along the columns),
-the column copy (1x128 blocks along the rows, stored transposed because Hopper's FP8 GEMM wants the contraction axis
-contiguous) or both copies of a 128x128 block. The arithmetic is that of ops/reference/codes.py, bit for bit.
+A tile holds whole blocks in both directions, so one read of it yields the row copy (1x128 blocks along the columns)
+and the column copy (1x128 blocks along the rows, stored transposed because Hopper's FP8 GEMM wants the contraction
+axis contiguous). A program does not hold the tile in registers, which would leave room for no other program on the
+multiprocessor: it goes through it in strips, of rows for the row copy and of columns for the column copy. The second
+visit finds the tile in the cache. The arithmetic is that of ops/reference/codes.py, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from ..reference.codes import DTYPES
 from ..reference.quantize import QTensor
 
 TILE = 128
+STRIP = 32  # rows or columns of a tile that a program holds at a time
+WARPS = 8
 K_BLOCK_PAD = 4  # cuBLASLt reads 128x128 scales in groups of four along the contraction
 
 
@@ -47,67 +51,74 @@ def to_codes(scaled, LIMIT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def emit_tile(
+def magnitude_bits(y):
+    """Bit patterns of |y| for a bfloat16 tensor: as integers they order as the numbers do, NaN above infinity."""
+    return (y.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def amax_of(y, axis: tl.constexpr):
+    """float32 amax of a bfloat16 tile along an axis; NaN takes no part."""
+    bits = magnitude_bits(y)
+    return (tl.max(tl.where(bits > 0x7F80, 0, bits), axis) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def count_nonfinite(y, counter):
+    """Adds the infinities and NaNs of a tile to an int64 scalar."""
+    bad = tl.sum(tl.sum((magnitude_bits(y) >= 0x7F80).to(tl.int32), 1), 0)
+    if bad > 0:
+        tl.atomic_add(counter, bad.to(tl.int64))
+
+
+@triton.jit
+def emit_rows(
     y,
-    r0,
-    c0,
-    row_codes,
-    row_scale,
-    row_width,
-    row_pitch,
-    col_codes,
-    col_scale,
-    col_width,
-    col_pitch,
-    nonfinite,
-    COUNT: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    SQUARE: tl.constexpr,
+    r,
+    c,
+    codes,
+    scale,
+    width,
+    pitch,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
     LIMIT_BITS: tl.constexpr,
 ):
-    """Writes the copies of tile y (float32 [128, 128], bf16 values) whose first element is (r0, c0) of the source.
+    """Row copy of the strip y (bfloat16 [rows, 128]) at rows r and columns c of the source.
 
-    `row_width` and `col_width` are the contraction lengths of the copies, `row_pitch` and `col_pitch` the distance of
-    neighbouring scales: along the contraction for 1x128 blocks, across it for 128x128 blocks. COUNT: add the infinities
-    and NaNs of the tile to `nonfinite`.
+    `width` is the contraction length, `pitch` the distance of scales that are neighbours along the contraction.
     """
-    i = tl.arange(0, 128)
-    magnitude = tl.where(y == y, tl.abs(y), 0.0)
-    if COUNT:
-        bad = tl.sum(tl.sum(((y != y) | (magnitude == float("inf"))).to(tl.int32), 1), 0)
-        if bad > 0:
-            tl.atomic_add(nonfinite, bad.to(tl.int64))
-    row_at = r0.to(tl.int64) * row_width + c0 + i[:, None] * row_width + i[None, :]
-    col_at = c0.to(tl.int64) * col_width + r0 + i[:, None] * col_width + i[None, :]
-    dtype: tl.constexpr = row_codes.dtype.element_ty if ROW else col_codes.dtype.element_ty
-    if SQUARE:
-        amax = tl.max(tl.max(magnitude, 1), 0)
-        encode, decode = encode_scale(amax, LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
-        codes = to_codes(y * encode, LIMIT, dtype)
-        if ROW:
-            tl.store(row_codes + row_at, codes)
-            tl.store(row_scale + (r0 // 128) * row_pitch + c0 // 128, decode)
-        if COL:
-            tl.store(col_codes + col_at, tl.trans(codes))
-            tl.store(col_scale + (c0 // 128) * col_pitch + r0 // 128, decode)
-    else:
-        if ROW:
-            encode, decode = encode_scale(tl.max(magnitude, 1), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
-            tl.store(row_codes + row_at, to_codes(y * encode[:, None], LIMIT, dtype))
-            tl.store(row_scale + (c0 // 128).to(tl.int64) * row_pitch + r0 + i, decode)
-        if COL:
-            encode, decode = encode_scale(tl.max(magnitude, 0), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
-            tl.store(col_codes + col_at, tl.trans(to_codes(y * encode[None, :], LIMIT, dtype)))
-            tl.store(col_scale + (r0 // 128).to(tl.int64) * col_pitch + c0 + i, decode)
+    encode, decode = encode_scale(amax_of(y, 1), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
+    at = codes + r.to(tl.int64)[:, None] * width + c[None, :]
+    tl.store(at, to_codes(y.to(tl.float32) * encode[:, None], LIMIT, codes.dtype.element_ty))
+    tl.store(scale + (tl.min(c, 0) // 128).to(tl.int64) * pitch + r, decode)
+
+
+@triton.jit
+def emit_cols(
+    y,
+    r,
+    c,
+    codes,
+    scale,
+    width,
+    pitch,
+    POW2: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LIMIT_EXP: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+):
+    """Column copy of the strip y (bfloat16 [128, columns]) at rows r and columns c, as `emit_rows`."""
+    encode, decode = encode_scale(amax_of(y, 0), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
+    at = codes + c.to(tl.int64)[:, None] * width + r[None, :]
+    tl.store(at, tl.trans(to_codes(y.to(tl.float32) * encode[None, :], LIMIT, codes.dtype.element_ty)))
+    tl.store(scale + (tl.min(r, 0) // 128).to(tl.int64) * pitch + c, decode)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Buffers for the copies of a [R, C] source, and the arguments that `emit_tile` takes for them."""
+    """Buffers for the copies of a [R, C] source, and the arguments that the kernels take for them."""
 
     row: QTensor | None
     col: QTensor | None
@@ -123,20 +134,19 @@ class Copies:
         return Copies(made, turned, row or col, nonfinite)
 
     def arguments(self) -> tuple[object, ...]:
-        """row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width, col_pitch, nonfinite."""
-        return (*_pointers(self.row, self.nonfinite), *_pointers(self.col, self.nonfinite), self.nonfinite)
+        """row_codes, row_scale, row_width, row_pitch, col_codes, col_scale, col_width, col_pitch."""
+        return (*_pointers(self.row, self.nonfinite), *_pointers(self.col, self.nonfinite))
 
     def constants(self) -> dict[str, object]:
-        """The compile-time arguments of `emit_tile`."""
+        """The compile-time arguments of the kernels."""
         if self.spec is None:
-            names = ("ROW", "COL", "SQUARE", "POW2", "LIMIT", "LIMIT_EXP", "LIMIT_BITS")
+            names = ("ROW", "COL", "POW2", "LIMIT", "LIMIT_EXP", "LIMIT_BITS")
             return dict.fromkeys(names, False)
         limit = parse_format(self.spec.format).max
         mantissa, exponent = math.frexp(limit)
         return {
             "ROW": self.row is not None,
             "COL": self.col is not None,
-            "SQUARE": self.spec.block == (TILE, TILE),
             "POW2": self.spec.scale == "pow2",
             "LIMIT": limit,
             "LIMIT_EXP": exponent - 1,
@@ -145,7 +155,7 @@ class Copies:
 
 
 def supported(row: QSpec | None, col: QSpec | None) -> bool:
-    """Whether `emit_tile` makes these copies (of a source whose sides divide by 128)."""
+    """Whether the kernels make these copies (of a source whose sides divide by 128)."""
     specs = [spec for spec in (row, col) if spec is not None]
     return bool(specs) and all(spec == specs[0] and spec.block_scaled for spec in specs)
 
