@@ -3,8 +3,9 @@
 Written out, because quantisation belongs to the op that makes a tensor: the gradient of gate_up is never stored in bf16
 when both GEMMs that read it want codes, which autograd between the two ops could not know.
 
-A block passes the residual stream on as a pair (x, delta) whose sum nobody has computed yet: the next norm adds them in
-the pass that computes its row statistic. Tensor letters as in decoder.py.
+Gradients of weights are added to `.grad` here and not returned to autograd. A block passes the residual stream on as a
+pair (x, delta) whose sum nobody has computed yet: the next norm adds them in the pass that computes its row statistic.
+Tensor letters as in decoder.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ops import fused
 from ..ops.reference.elementwise import rope
-from .linear import Linear, pack, unpack
+from .linear import Linear, accumulate, pack, unpack
 
 Pair = tuple[Tensor, Tensor]
 
@@ -27,7 +28,7 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         delta: Tensor | None,
-        norm: Tensor,
+        norm: nn.Parameter,
         weight: Tensor,
         bias: Tensor | None,
         layer: Linear,
@@ -37,23 +38,23 @@ class _NormLinear(torch.autograd.Function):
         total, rstd = fused.add_rstd(x, delta, eps)
         made = fused.norm(total, rstd, norm, layer.wanted("x", training=training))
         if training:
-            ctx.layer, ctx.added = layer, delta is not None
+            ctx.layer, ctx.added, ctx.norm = layer, delta is not None, norm
             ctx.meta, saved = pack(made.col_operand())
-            ctx.save_for_backward(total, rstd, norm, *saved)
+            ctx.save_for_backward(total, rstd, *saved)
         # Without a delta the sum is x itself, and an input may not be returned as it is.
         return (total if delta is not None else total.view_as(total)), layer.fprop(made.row_operand())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         layer: Linear = ctx.layer
-        total, rstd, norm, *saved = ctx.saved_tensors
+        total, rstd, *saved = ctx.saved_tensors
         residual, grad = grads[0], grads[1].contiguous()
         g = fused.make(grad, layer.wanted("g"))
         grad_normed = layer.dgrad(g.row_operand())
-        grad_weight = layer.wgrad(g.col_operand(), unpack(ctx.meta, tuple(saved)))
-        grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, norm, residual)
-        grad_delta = grad_x if ctx.added else None
-        return grad_x, grad_delta, grad_norm, grad_weight, layer.bias_grad(grad), None, None, None
+        layer.wgrad(g.col_operand(), unpack(ctx.meta, tuple(saved)), grad)
+        grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
+        accumulate(ctx.norm, grad_norm)
+        return grad_x, grad_x if ctx.added else None, None, None, None, None, None, None
 
 
 def norm_linear(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, layer: Linear, eps: float) -> Pair:
@@ -72,17 +73,18 @@ def norm_linear(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, layer
 
 class _NormOfSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, norm: nn.Parameter, eps: float) -> Tensor:
         total, rstd = fused.add_rstd(x, delta, eps)
-        ctx.save_for_backward(total, rstd, norm)
-        ctx.added = delta is not None
+        ctx.save_for_backward(total, rstd)
+        ctx.added, ctx.norm = delta is not None, norm
         return fused.norm(total, rstd, norm, fused.PLAIN).unquantised()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total, rstd, norm = ctx.saved_tensors
-        grad_x, grad_norm = fused.norm_backward(grads[0].contiguous(), total, rstd, norm, None)
-        return grad_x, grad_x if ctx.added else None, grad_norm, None
+        total, rstd = ctx.saved_tensors
+        grad_x, grad_norm = fused.norm_backward(grads[0].contiguous(), total, rstd, ctx.norm, None)
+        accumulate(ctx.norm, grad_norm)
+        return grad_x, grad_x if ctx.added else None, None, None
 
 
 def norm_of_sum(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, eps: float) -> Tensor:
@@ -118,7 +120,7 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         delta: Tensor,
-        norm: Tensor,
+        norm: nn.Parameter,
         gate_up_weight: Tensor,
         down_weight: Tensor,
         gate_up: Linear,
@@ -132,26 +134,28 @@ class _FeedForward(torch.autograd.Function):
         # The column copy of the product waits for the backward, which rebuilds the product anyway.
         product = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training))
         if training:
-            ctx.gate_up, ctx.down = gate_up, down
+            ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
             ctx.meta, saved = pack(normed.col_operand())
-            ctx.save_for_backward(total, rstd, norm, gate_up_T2F, *saved)
+            ctx.save_for_backward(total, rstd, gate_up_T2F, *saved)
         return total, down.fprop(product.row_operand())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate_up: Linear = ctx.gate_up
         down: Linear = ctx.down
-        total, rstd, norm, gate_up_T2F, *saved = ctx.saved_tensors
+        total, rstd, gate_up_T2F, *saved = ctx.saved_tensors
         residual, grad = grads[0], grads[1].contiguous()
         g = fused.make(grad, down.wanted("g"))
         grad_product = down.dgrad(g.row_operand())
         again = down.wanted("x", row=False, counted=False)
         inner, product = fused.swiglu_backward(grad_product, gate_up_T2F, gate_up.wanted("g"), again)
-        grad_down = down.wgrad(g.col_operand(), product.col_operand())
+        down.wgrad(g.col_operand(), product.col_operand(), grad)
+        del grad_product, product
         grad_normed = gate_up.dgrad(inner.row_operand())
-        grad_gate_up = gate_up.wgrad(inner.col_operand(), unpack(ctx.meta, tuple(saved)))
-        grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, norm, residual)
-        return grad_x, grad_x, grad_norm, grad_gate_up, grad_down, None, None, None, None
+        gate_up.wgrad(inner.col_operand(), unpack(ctx.meta, tuple(saved)), grad)
+        grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
+        accumulate(ctx.norm, grad_norm)
+        return grad_x, grad_x, None, None, None, None, None, None, None
 
 
 def feed_forward(x_TD: Tensor, delta_TD: Tensor, norm: nn.Parameter, gate_up: Linear, down: Linear, eps: float) -> Pair:

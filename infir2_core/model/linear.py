@@ -100,13 +100,17 @@ class Linear(nn.Module):
         """Gradient of x for the row operand of g."""
         return matmul("dgrad", g, self.prepared_weight()[1], self.dtype)
 
-    def wgrad(self, g: Operand, x: Operand) -> Tensor:
-        """Gradient of the weight, float32 [out, in], for the column operands of g and x."""
-        return matmul("wgrad", g, x, torch.float32)
+    def wgrad(self, g: Operand, x: Operand, grad: Tensor) -> None:
+        """Adds the weight's gradient, float32 [out, in], and the bias's, float32 [out].
 
-    def bias_grad(self, grad: Tensor) -> Tensor | None:
-        """Gradient of the bias, float32 [out], for the unquantised gradient of y."""
-        return None if self.bias is None else grad.float().sum(0)
+        Args:
+            g: column operand of the gradient of y.
+            x: column operand of x.
+            grad: the gradient of y, not quantised, which the bias needs; unused without one.
+        """
+        accumulate(self.weight, matmul("wgrad", g, x, torch.float32))
+        if self.bias is not None:
+            accumulate(self.bias, grad.float().sum(0))
 
     def drop_codes(self) -> None:
         """Forgets the weight's codes: the master was changed by something that does not bump its version counter."""
@@ -131,12 +135,24 @@ class _LinearFunction(torch.autograd.Function):
         return layer.fprop(made.row_operand())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         layer: Linear = ctx.layer
         x_col, grad = unpack(ctx.meta, ctx.saved_tensors), grads[0].contiguous()
         g = make(grad, layer.wanted("g"))
         grad_x = layer.dgrad(g.row_operand()) if ctx.needs_input_grad[0] else None
-        return grad_x, layer.wgrad(g.col_operand(), x_col), layer.bias_grad(grad), None, None
+        layer.wgrad(g.col_operand(), x_col, grad)
+        return grad_x, None, None, None, None
+
+
+def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Adds to the parameter's gradient; the first one is taken as it is.
+
+    Autograd would do the same with what a backward returns, but copies a first gradient that Python still refers to.
+    """
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
 
 
 def pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:
