@@ -1,64 +1,29 @@
-"""Times of the Hopper kernels for a model's shapes on this GPU, beside its copy bandwidth and GEMM rates.
+"""Times of the quantising kernels for a model's shapes on this GPU, beside its copy bandwidth.
 
     python benchmarks/kernels.py [--size 1.5b] [--tokens 16384] [--json FILE]
 
 Medians of CUDA event times over inputs that rotate through more memory than the L2 cache holds. GB/s counts each byte
-that must be read or written once.
+that must be read or written once. GEMMs and attention: `infir2 bench gemm`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
+from infir2_core.bench.ceilings import copy_rate, timed
 from infir2_core.config.presets import load_preset
-from infir2_core.ops.dispatch import matmul, quantize
+from infir2_core.ops.dispatch import quantize
 from infir2_core.ops.hopper import elementwise
 from infir2_core.precision.spec import QSpec, QuantPlan
 
 TILE = QSpec(format="e4m3", block=(1, 128), scale="pow2")
 SQUARE = QSpec(format="e4m3", block=(128, 128), scale="pow2")
 BOTH, ROW = QuantPlan(row=TILE, col=TILE), QuantPlan(row=TILE)
-
-
-def timed(calls: list[Callable[[], object]], rounds: int = 20) -> float:
-    """Median milliseconds of one call; the calls, each on inputs of its own, take turns."""
-    for call in calls:
-        call()
-    times = []
-    for i in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        calls[i % len(calls)]()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """GB/s of a device copy, bytes read plus bytes written."""
-    source = torch.zeros(1 << 30, dtype=torch.int8, device="cuda")
-    target = torch.ones_like(source)
-    return 2 * (1 << 30) / timed([lambda: target.copy_(source)]) / 1e6
-
-
-def gemm_rates(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> dict[str, tuple[float, float]]:
-    """TFLOPS of fprop, dgrad and wgrad in FP8 and in bf16, for x [T, K], g [T, N], w [N, K]."""
-    qx, qg, qw = quantize(x, BOTH), quantize(g, BOTH), quantize(w, QuantPlan(row=SQUARE, col=SQUARE))
-    cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "fprop": (lambda: matmul("fprop", qx.row, qw.row, torch.bfloat16), lambda: F.linear(x, w)),
-        "dgrad": (lambda: matmul("dgrad", qg.row, qw.col, torch.bfloat16), lambda: g @ w),
-        "wgrad": (lambda: matmul("wgrad", qg.col, qx.col, torch.float32), lambda: g.T @ x),
-    }
-    work = 2 * x.shape[0] * x.shape[1] * g.shape[1] / 1e9
-    return {gemm: (work / timed([fp8]), work / timed([bf16])) for gemm, (fp8, bf16) in cases.items()}
 
 
 def main() -> None:
@@ -109,13 +74,6 @@ def main() -> None:
         lambda g=g, x=x: elementwise.swiglu_backward_quantize(g, x, BOTH, True, bad)
         for g, x in zip(grads, gate_up, strict=True)
     ])  # fmt: skip
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    heads = shape.heads * shape.head_dim
-    del gate_up, grads, xs, ys, zs, pairs
-    for role, k, n in (("qkv", hidden, qkv), ("o", heads, hidden), ("gate_up", hidden, 2 * ffn), ("down", ffn, hidden)):
-        for gemm, rates in gemm_rates(make(tokens, k)[0], make(tokens, n)[0], make(n, k)[0]).items():
-            results[f"{role} {gemm}"] = {"fp8_tflops": rates[0], "bf16_tflops": rates[1]}
-            print(f"{role:8} {gemm}: fp8 {rates[0]:6.0f}, bf16 {rates[1]:6.0f} TFLOPS", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 

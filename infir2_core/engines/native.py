@@ -7,7 +7,7 @@ as Hugging Face does, so that they load into any layout of the same model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,24 +42,35 @@ class StepResult:
 
 
 class NativeEngine:
-    """Model, optimizer and quantiser state of one rank."""
+    """Model, optimizer and quantiser state of one rank.
 
-    def __init__(self, config: RunConfig, recipe: Recipe, ranks: Ranks) -> None:
+    Without `optimizer` there is no state of it, and a step ends with its gradients, which are thrown away: for timing
+    models whose state does not fit.
+    """
+
+    def __init__(self, config: RunConfig, recipe: Recipe, ranks: Ranks, optimizer: bool = True) -> None:
         self.config, self.recipe, self.ranks = config, recipe, ranks
         self.model = Decoder(config.model, recipe, ranks.device, config.cpt.recompute)
-        self.optimizer = AdamW(self.model.named_parameters(), config.cpt)
+        self.optimizer = AdamW(self.model.named_parameters(), config.cpt, state=optimizer)
         # GEMMs that split their contraction would otherwise add partial sums in bf16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One optimizer step over this rank's microbatches at learning rate `lr`."""
+    def train_step(
+        self, batches: Sequence[Batch], lr: float, mark: Callable[[str], None] = lambda phase: None
+    ) -> StepResult:
+        """One optimizer step over this rank's microbatches at learning rate `lr`.
+
+        `mark` is called when a microbatch's `forward`, its `backward` and the `optimizer` have been queued.
+        """
         total = torch.tensor([float(sum(b.weights_T.sum() for b in batches))], device=self.ranks.device)
         self.ranks.sum([total])
         loss = torch.zeros((), device=self.ranks.device)
         for batch in batches:
             moved = batch.to(self.ranks.device)
             part, _ = self.model.loss(moved, moved.weights_T / total[0])
+            mark("forward")
             part.backward()  # type: ignore[no-untyped-call]
+            mark("backward")
             loss += part.detach()
         self.ranks.sum([loss, *(p.grad for p in self.model.parameters() if p.grad is not None)])
         self.ranks.largest(
@@ -73,6 +84,7 @@ class NativeEngine:
         self.model.end_step()
         for counter in counters:
             counter.zero_()
+        mark("optimizer")
         return StepResult(float(loss), float(norm), bool(skipped), int(nonfinite))
 
     @torch.no_grad()

@@ -133,14 +133,14 @@ class Decoder(nn.Module):
         """log p(target) of each token, float32 [T], from float32 logits; gradients flow."""
         weight = self._head_weight()
         hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
-        ledger.add("head", hidden, head)
+        ledger.add("head", hidden, head, "torch")
         return linear_logprob(hidden, weight, head, batch.targets_T)
 
     def loss(self, batch: Batch, weights_T: Tensor) -> tuple[Tensor, Tensor]:
         """-sum(weights * log p(target)), for training; and the log-probabilities, float32 [T], without gradient."""
         weight = self._head_weight()
         hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
-        ledger.add("head", hidden, head)
+        ledger.add("head", hidden, head, "torch")
         return linear_cross_entropy(hidden, weight, head, batch.targets_T, weights_T)
 
     def _head_weight(self) -> nn.Parameter:

@@ -36,7 +36,7 @@ class Ledger:
         self.recording = True
         self.counts.clear()
 
-    def add(self, gemm: str, a: Operand, b: Operand, implementation: str = "reference") -> None:
+    def add(self, gemm: str, a: Operand, b: Operand, implementation: str) -> None:
         """Counts one GEMM while recording."""
         if self.recording:
             self.counts[gemm, f"{_label(a)} x {_label(b)}", implementation] += 1
@@ -97,7 +97,8 @@ def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tens
         if hopper.supports(a, b):
             ledger.add(gemm, a, b, "cublaslt")
             return hopper.scaled_matmul(a, b, out_dtype, bias)
-    ledger.add(gemm, a, b)
+    quantised = isinstance(a, QTensor) or isinstance(b, QTensor)
+    ledger.add(gemm, a, b, "reference" if quantised else "torch")
     return reference.matmul(a, b, out_dtype, bias)
 
 

@@ -17,11 +17,13 @@ from ..config.schema import CptSettings
 class AdamW:
     """Optimizer over named float32 parameters; vectors (norms and biases) are not decayed.
 
+    Without `state` there are no moments, and a step changes nothing but clears the gradients.
+
     Attributes:
         parameters: name -> parameter, in a fixed order.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], settings: CptSettings) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], settings: CptSettings, state: bool = True) -> None:
         self.parameters = dict(named)
         self.clip = settings.clip
         decayed = [p for p in self.parameters.values() if p.dim() > 1]
@@ -29,7 +31,8 @@ class AdamW:
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         betas = (settings.beta1, settings.beta2)
         self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
-        for parameter in self.parameters.values():
+        self._updates = state
+        for parameter in self.parameters.values() if state else ():
             # Made now rather than at the first step, so that a checkpoint can be loaded into them.
             self._adam.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -58,7 +61,8 @@ class AdamW:
         self._adam.grad_scale = scale.nan_to_num(nan=1.0, posinf=1.0)  # type: ignore[attr-defined]
         for group in self._adam.param_groups:
             group["lr"] = lr
-        self._adam.step()
+        if self._updates:
+            self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         return norm, skipped
 

@@ -51,7 +51,7 @@ def page(run: Run) -> str:
         f"<h1>{html.escape(run.name)}</h1>",
         f'<p class="quiet">{html.escape(_headline(summary))}. Page drawn {written}.</p>',
         "<h2>Result</h2>",
-        _table([], _results(summary)),
+        html_table([], _results(summary)),
     ]
     if run.steps:
         for axis in ("steps", "tokens"):
@@ -60,7 +60,7 @@ def page(run: Run) -> str:
     parts += ["<h2>Held-out loss</h2>", _evals(run), "<h2>Checkpoints</h2>", _checkpoints(run)]
     parts += ["<h2>Starts</h2>", _attempts(attempts(run.path))]
     settings = [[key, str(value)] for key, value in flat_settings(run).items()]
-    parts += ["<h2>Settings</h2>", _table(["key", "value"], settings)]
+    parts += ["<h2>Settings</h2>", html_table(["key", "value"], settings)]
     title = html.escape(run.name)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -89,7 +89,7 @@ def _results(summary: Summary) -> list[list[str]]:
 
 def _evals(run: Run) -> str:
     rows = [[str(r["step"]), f"{r.get('tokens') or 0:,}", _number(r.get("loss"), ".4f")] for r in run.evals]
-    return _table(["step", "tokens", "loss"], rows[-20:]) if rows else '<p class="quiet">Not evaluated.</p>'
+    return html_table(["step", "tokens", "loss"], rows[-20:]) if rows else '<p class="quiet">Not evaluated.</p>'
 
 
 def _checkpoints(run: Run) -> str:
@@ -102,7 +102,7 @@ def _checkpoints(run: Run) -> str:
         except InputError as error:
             state = error.what
         rows.append([path.name, f"{folder_size(path) / 1e9:.3f} GB", state])
-    return _table(["folder", "size", "state"], rows) if rows else '<p class="quiet">None.</p>'
+    return html_table(["folder", "size", "state"], rows) if rows else '<p class="quiet">None.</p>'
 
 
 def _attempts(tries: list[Attempt]) -> str:
@@ -111,14 +111,15 @@ def _attempts(tries: list[Attempt]) -> str:
         [str(attempt.number), meaning.get(attempt.exit_code, f"exit code {attempt.exit_code}"), attempt.what]
         for attempt in tries
     ]
-    return _table(["start", "end", ""], rows) if rows else '<p class="quiet">Not noted.</p>'
+    return html_table(["start", "end", ""], rows) if rows else '<p class="quiet">Not noted.</p>'
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
     return "not measured" if value is None else f"{value:{form}}{unit}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def html_table(head: list[str], rows: list[list[str]]) -> str:
+    """An HTML table of plain text; `head` may be empty."""
     lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>"] if head else []
     lines += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"

@@ -1,0 +1,205 @@
+"""One arm of a comparison in a process of its own: builds a model, takes steps, prints what they cost as JSON.
+
+    python -m infir2_core.bench.arm '{"size": "1.5b", "recipe": "infir2", ...}'
+
+A process for each arm and turn gives each the whole card, so that arms which do not fit beside each other can still be
+interleaved. A step begins with the batch on the device and ends with weights that are ready for the next forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """What one arm measures.
+
+    Attributes:
+        size: preset.
+        recipe: of the native engine.
+        seq_len: tokens of a sequence.
+        rows: sequences of a microbatch; one microbatch is one step.
+        layers: instead of the preset's; 0 for those.
+        optimizer: whole steps; without, forward and backward alone and no optimizer state.
+        warmup: steps before the timed ones, which compile and settle the allocator.
+        steps: timed steps.
+        after: training steps before all of these: GEMM rates depend on the data.
+        recompute: none, selective or full.
+        device: `cuda:0` or `cpu`.
+        profile: also one step under the profiler.
+    """
+
+    size: str
+    recipe: str
+    seq_len: int
+    rows: int
+    layers: int = 0
+    optimizer: bool = True
+    warmup: int = 3
+    steps: int = 5
+    after: int = 0
+    recompute: str = "none"
+    device: str = "cuda:0"
+    profile: bool = False
+
+
+@dataclass
+class ArmTimes:
+    """What an arm's steps cost.
+
+    Attributes:
+        ms: phase -> milliseconds of each timed step.
+        peak_gb: largest allocated memory, GB of 2**30; None on a CPU.
+        reserved_gb: largest reserved memory.
+        losses: of the timed steps, in nats.
+        parameters: count.
+        versions: package -> version.
+        profile: kernel group -> milliseconds, with `span` and `gaps`.
+        by: GEMM label -> implementation.
+        failed: why there are no times, for people; empty when there are.
+    """
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    peak_gb: float | None = None
+    reserved_gb: float | None = None
+    losses: list[float] = field(default_factory=list)
+    parameters: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    profile: dict[str, float] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+
+
+class Clock:
+    """Time between marks, by device events on a GPU and by the wall on a CPU."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda, self._marks = cuda, []  # type: ignore[var-annotated]
+
+    def mark(self, _phase: str = "") -> None:
+        """Ends a phase."""
+        if self.cuda:
+            import torch
+
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Milliseconds between the marks so far, which are forgotten."""
+        marks, self._marks = self._marks, []
+        if not self.cuda:
+            return [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+        marks[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def text_tokens(count: int) -> list[int]:
+    """`count` bytes of the standard library's own sources, always the same: real text without a download."""
+    found = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= count:
+            return list(found[:count])
+    return list((found * (count // len(found) + 1))[:count])
+
+
+def measure(spec: ArmSpec) -> ArmTimes:
+    """Runs one arm in this process."""
+    import torch
+
+    from ..config.presets import load_preset
+    from ..config.schema import Blend, RunConfig, Source
+    from ..data.batch import rows_to_batch
+    from ..engines.native import NativeEngine
+    from ..engines.ranks import Ranks
+    from ..ops.dispatch import ledger
+    from ..precision.recipe import load_recipe
+
+    preset, cuda = load_preset(spec.size), spec.device.startswith("cuda")
+    shape = preset.model.model_copy(update={"layers": spec.layers or preset.model.layers})
+    total = 1 + spec.after + spec.warmup + spec.steps
+    tokens = torch.tensor(text_tokens(total * spec.rows * (spec.seq_len + 1)), dtype=torch.int64)
+    rows = tokens.view(total, spec.rows, spec.seq_len + 1)
+    batches = iter([rows_to_batch(list(step)).to(spec.device) for step in rows])
+    update = {"recipe": spec.recipe, "recompute": spec.recompute}
+    config = RunConfig(
+        name="bench",
+        runs="-",
+        size=spec.size,
+        model=shape,
+        source=Source(kind="scratch"),
+        data=[Blend(prefix="-", weight=1.0, content="")],
+        cpt=preset.cpt.model_copy(update=update),
+        ranks=1,
+    )
+    engine = NativeEngine(config, load_recipe(spec.recipe), Ranks(device=spec.device), optimizer=spec.optimizer)
+    torch.manual_seed(1)
+    for parameter in engine.model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=preset.cpt.init_std)
+    ledger.start()
+    losses = [engine.train_step([next(batches)], preset.cpt.lr).loss]
+    by = {f"{gemm} {operands}": implementation for gemm, operands, implementation in ledger.stop()}
+    for _ in range(spec.after + spec.warmup - 1):
+        engine.train_step([next(batches)], preset.cpt.lr)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    made = ArmTimes(
+        ms={phase: [] for phase in PHASES}, by=by, parameters=sum(p.numel() for p in engine.model.parameters())
+    )
+    for _ in range(spec.steps):
+        clock, batch = Clock(cuda), next(batches)
+        clock.mark()
+        losses.append(engine.train_step([batch], preset.cpt.lr, clock.mark).loss)
+        for phase, ms in zip(PHASES, clock.intervals(), strict=False):
+            made.ms[phase].append(ms)
+    made.losses = losses[1:]
+    made.versions = {"torch": torch.__version__}
+    if cuda:
+        made.peak_gb = torch.cuda.max_memory_allocated() / 2**30
+        made.reserved_gb = torch.cuda.max_memory_reserved() / 2**30
+        if spec.profile:
+            from .profile import profile
+
+            found = profile(lambda: engine.train_step([batch], preset.cpt.lr))
+            made.profile = found.groups | {"span": found.span, "gaps": found.gaps}
+    return made
+
+
+def guarded(run: Callable[[], ArmTimes]) -> ArmTimes:
+    """`run`, with a card that is too small turned into a reason."""
+    import torch
+
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        return ArmTimes(failed=f"does not fit: {str(error).split('. GPU')[0]}")
+
+
+def show(times: ArmTimes) -> None:
+    """Prints the result as the last line of standard output."""
+    print(json.dumps(dataclasses.asdict(times)), flush=True)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    show(guarded(lambda: measure(ArmSpec(**fields))))
+
+
+if __name__ == "__main__":
+    main()

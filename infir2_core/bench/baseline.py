@@ -1,0 +1,92 @@
+"""Accepted ratios per card, and whether a new comparison has become slower than its own noise explains.
+
+Only ratios within one run are kept: absolute times differ from card to card and day to day.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from .compare import Row
+
+LEAST = 0.02  # changes below this are never called a regression
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A ratio that has grown: the arm, what was accepted, what was found and how much is allowed."""
+
+    arm: str
+    accepted: float
+    found: float
+    allowed: float
+
+
+def path_for(folder: Path, card: str) -> Path:
+    """FOLDER/nvidia-h200.json for "NVIDIA H200"."""
+    return folder / ("-".join(card.lower().split()) + ".json")
+
+
+def key_of(size: str, seq_len: int, rows: int, layers: int, optimizer: bool) -> str:
+    """Name of one comparison, for example `1.5b-8192x2`."""
+    return f"{size}-{seq_len}x{rows}" + (f"-{layers}layers" if layers else "") + ("" if optimizer else "-fwdbwd")
+
+
+def noise(rows: list[Row], arm: str, phase: str) -> float:
+    """Relative uncertainty of an arm's ratio: half the spread of both medians it is made of."""
+    ours, base = next(row for row in rows if row.name == arm), rows[0]
+    return sum((row.spread[phase][1] - row.spread[phase][0]) / 2 / row.ms[phase] for row in (ours, base))
+
+
+def accept(path: Path, key: str, rows: list[Row]) -> None:
+    """Stores the ratios of a comparison as the accepted ones.
+
+    Raises:
+        InputError: the file cannot be read or written.
+    """
+    stored = read(path) if path.exists() else {}
+    stored[key] = {row.name: {phase: row.ratio[phase] for phase in ("forward+backward", "step")} for row in rows[1:]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"the baseline cannot be written: {error.strerror}", str(path), "--baselines FOLDER"
+        ) from error
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """What was accepted: comparison -> arm -> phase -> ratio.
+
+    Raises:
+        InputError: no such file, or it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    except FileNotFoundError:
+        raise InputError("no baseline was accepted for this card", str(path), "run once with --accept") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"the baseline cannot be read: {error}", str(path)) from error
+
+
+def regressions(path: Path, key: str, rows: list[Row], phase: str) -> list[Regression]:
+    """Arms whose ratio to our BF16 has grown by more than noise.
+
+    Raises:
+        InputError: nothing was accepted for this comparison.
+    """
+    stored = read(path)
+    if key not in stored:
+        raise InputError(f"no baseline was accepted for {key}", str(path), "run once with --accept")
+    found = []
+    for row in rows[1:]:
+        accepted = stored[key].get(row.name, {}).get(phase)
+        if accepted is None or row.failed:
+            continue
+        allowed = accepted * (1 + max(LEAST, noise(rows, row.name, phase)))
+        if row.ratio[phase] > allowed:
+            found.append(Regression(row.name, accepted, row.ratio[phase], allowed))
+    return found

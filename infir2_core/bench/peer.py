@@ -1,0 +1,160 @@
+"""The peer: a training step of Megatron-core with TransformerEngine, measured like our arms (arm.py).
+
+    python -m infir2_core.bench.peer '{"size": "1.5b", "recipe": "fp8", ...}'
+
+Runs in an environment that has both packages; nothing of the native engine is imported. It gets what helps it: one
+fused cross-entropy, fused RoPE and SwiGLU, cuDNN attention, FP8 parameters, the distributed optimizer, the same tokens,
+and the vocabulary padded as Megatron pads it. Gradients are float32, as ours are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from typing import Any
+
+from .arm import PHASES, ArmSpec, ArmTimes, Clock, guarded, show, text_tokens
+
+PACKAGES = ("transformer-engine", "megatron-core")
+
+
+def missing() -> list[str]:
+    """Packages of the peer that are not installed here."""
+    from importlib.util import find_spec
+
+    modules = {"transformer-engine": "transformer_engine", "megatron-core": "megatron.core"}
+    return [package for package, module in modules.items() if find_spec(module) is None]
+
+
+def measure(spec: ArmSpec) -> ArmTimes:
+    """Runs the peer; `spec.recipe` is `bf16` or `fp8` (blockwise E4M3, FP8 parameters)."""
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29517",
+    }
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FUSED_ATTN": "1"}
+    import torch
+
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl")
+    model, optimizer = _build(spec)
+    rows = torch.tensor(text_tokens((spec.after + spec.warmup + spec.steps) * spec.rows * (spec.seq_len + 1)))
+    batches = iter(rows.to(torch.int64).cuda().view(-1, spec.rows, spec.seq_len + 1))
+    positions = torch.arange(spec.seq_len, device="cuda")[None].expand(spec.rows, -1)
+    made = ArmTimes(ms={phase: [] for phase in PHASES}, parameters=sum(p.numel() for p in model.parameters()))
+    for step in range(spec.after + spec.warmup + spec.steps):
+        if step == spec.after + spec.warmup:
+            torch.cuda.reset_peak_memory_stats()
+        tokens, clock = next(batches), Clock(True)
+        clock.mark()
+        model.zero_grad_buffer()
+        if optimizer is not None:
+            optimizer.zero_grad()
+        loss = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()).float().mean()
+        clock.mark()
+        loss.backward()
+        model.finish_grad_sync()
+        clock.mark()
+        if optimizer is not None:
+            optimizer.step()
+        clock.mark()
+        if step >= spec.after + spec.warmup:
+            for phase, ms in zip(PHASES, clock.intervals(), strict=True):
+                made.ms[phase].append(ms)
+            made.losses.append(loss.item())
+    made.peak_gb = torch.cuda.max_memory_allocated() / 2**30
+    made.reserved_gb = torch.cuda.max_memory_reserved() / 2**30
+    made.versions = {"torch": torch.__version__} | {package: version(package) for package in PACKAGES}
+    return made
+
+
+def _build(spec: ArmSpec) -> tuple[Any, Any]:
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    from ..config.presets import load_preset
+
+    shape, settings = load_preset(spec.size).model, load_preset(spec.size).cpt
+    parallel_state.initialize_model_parallel(1, 1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True} if spec.recipe == "fp8" else {}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = TransformerConfig(
+        num_layers=spec.layers or shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        apply_rope_fusion=True,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        init_method_std=settings.init_std,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        **fp8,
+        **(full if spec.recompute == "full" else {}),
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_with_transformer_engine_spec(),
+        vocab_size=-(-shape.vocab // 128) * 128,
+        max_sequence_length=spec.seq_len,
+        parallel_output=True,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_base),
+        share_embeddings_and_output_weights=shape.tied,
+    ).cuda()
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, fp8_param_gather=bool(fp8)
+    )
+    wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model))
+    if not spec.optimizer:
+        return wrapped, None
+    adam = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=settings.clip,
+        fp8_recipe="blockwise" if fp8 else None,
+    )
+    return wrapped, get_megatron_optimizer(adam, [wrapped])
+
+
+def main() -> None:
+    """Entry point of the process."""
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    show(guarded(lambda: measure(ArmSpec(**fields))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The arithmetic of comparisons: medians, ratios, regressions, gaps, and what is said about published figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infir2_core.bench import baseline, compare, story
+from infir2_core.bench.arm import ArmSpec, ArmTimes, measure, text_tokens
+from infir2_core.bench.profile import group_of, summarise
+from infir2_core.config.presets import load_preset
+from infir2_core.errors import InputError, MachineError
+from infir2_core.report import bench as report
+
+SPEC = ArmSpec("tiny", "bf16", seq_len=100, rows=2, device="cpu")
+
+
+def times(scale: float, peak: float | None = 10.0) -> ArmTimes:
+    ms = {"forward": [1.0, 3.0, 2.0], "backward": [4.0, 6.0, 5.0], "optimizer": [1.0, 1.0, 1.0]}
+    return ArmTimes(ms={k: [scale * v for v in values] for k, values in ms.items()}, peak_gb=peak, reserved_gb=peak)
+
+
+def fake(found: dict[str, list[ArmTimes]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Hands out prepared results instead of starting processes; returns the order in which arms ran."""
+    order: list[str] = []
+
+    def process(module: str, spec: ArmSpec) -> ArmTimes:
+        order.append(spec.recipe)
+        return found[spec.recipe][order.count(spec.recipe) - 1]
+
+    monkeypatch.setattr(compare, "_process", process)
+    return order
+
+
+def test_medians_ratios_and_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = fake({"bf16": [times(1), times(1)], "infir2": [times(0.5, 5.0), times(0.5, 4.0)]}, monkeypatch)
+    base, ours = compare.run(compare.arms(SPEC, ["infir2"], peer=False), turns=2)
+    assert order == ["bf16", "infir2", "bf16", "infir2"]
+    assert base.ms == {"forward": 2.0, "backward": 5.0, "optimizer": 1.0, "forward+backward": 7.0, "step": 8.0}
+    assert base.spread["step"] == [6.0, 10.0]
+    assert ours.ratio["step"] == 0.5 and ours.ratio["tok_per_s"] == 2.0 and ours.ratio["peak_gb"] == 0.5
+    assert base.tok_per_s == 200 / 8.0 * 1e3
+    flops = load_preset("tiny").model.flops_per_token(100)
+    assert base.tflops == pytest.approx(base.tok_per_s * flops / 1e12)
+
+
+def test_an_arm_that_does_not_fit_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = ArmTimes(failed="does not fit: tried to allocate 20.00 GiB")
+    order = fake({"bf16": [full], "infir2": [times(1), times(1)]}, monkeypatch)
+    rows = compare.run(compare.arms(SPEC, ["infir2"], peer=False), turns=2)
+    assert order == ["bf16", "infir2", "infir2"]  # what did not fit is not tried again
+    assert rows[0].failed and not rows[1].failed and rows[1].ratio == {}
+    assert "20.00 GiB" in report.table_rows(rows)[0][1]
+    fake({"bf16": [full], "infir2": [full]}, monkeypatch)
+    with pytest.raises(MachineError, match="20.00 GiB"):
+        compare.run(compare.arms(SPEC, ["infir2"], peer=False), turns=1)
+
+
+def test_a_process_that_dies_is_told_with_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match="no preset for size 'huge'"):
+        compare._process(compare.OURS, ArmSpec("huge", "bf16", 8, 1, device="cpu"))
+
+
+def test_recipes_are_checked_before_anything_runs() -> None:
+    with pytest.raises(InputError, match="cannot run"):
+        compare.arms(SPEC, ["nvfp4"], peer=False)
+    with pytest.raises(MachineError, match="transformer-engine"):
+        compare.arms(SPEC, ["infir2"], peer=True)
+
+
+def test_a_regression_is_what_noise_does_not_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = baseline.path_for(tmp_path, "NVIDIA H200")
+    assert path.name == "nvidia-h200.json"
+    quiet = ArmTimes(ms={"forward": [10.0], "backward": [20.0], "optimizer": [1.0]})
+    slow = ArmTimes(ms={"forward": [10.5], "backward": [21.0], "optimizer": [1.05]})
+    noisy = ArmTimes(ms={"forward": [9.0, 10.5, 12.0], "backward": [19.0, 21.0, 23.0], "optimizer": [1.05] * 3})
+
+    def rows(ours: ArmTimes) -> list[compare.Row]:
+        fake({"bf16": [quiet], "infir2": [ours]}, monkeypatch)
+        return compare.run(compare.arms(SPEC, ["infir2"], peer=False), turns=1)
+
+    with pytest.raises(InputError, match="no baseline"):
+        baseline.regressions(path, "key", rows(quiet), "step")
+    baseline.accept(path, "key", rows(quiet))
+    assert baseline.regressions(path, "key", rows(quiet), "step") == []
+    (found,) = baseline.regressions(path, "key", rows(slow), "step")
+    assert found.arm == "infir2" and found.found == pytest.approx(1.05)
+    assert baseline.regressions(path, "key", rows(noisy), "step") == []
+    with pytest.raises(InputError, match="other"):
+        baseline.regressions(path, "other", rows(quiet), "step")
+    path.write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        baseline.regressions(path, "key", rows(quiet), "step")
+
+
+def test_published_rows_are_marked_unless_they_match() -> None:
+    row = compare.published("1.5b", 8192)
+    assert row is not None and compare.published("tiny", 256) is None
+    ratio = sum(row["fp8"][k] for k in ("forward_ms", "backward_ms")) / sum(
+        row["bf16"][k] for k in ("forward_ms", "backward_ms")
+    )
+    assert ratio == pytest.approx(0.78, abs=0.005)  # as the source prints it
+    reasons = compare.not_comparable(row, rows=1, layers=4, card="NVIDIA H200")
+    assert "MBS 2" in reasons and "4 layers here" in reasons and any("80 GB" in reason for reason in reasons)
+    assert "TP 1" not in reasons
+    other = compare.published("7b", 32768)
+    assert other is not None and "TP 4" in compare.not_comparable(other, 1, 0, "NVIDIA H200")
+
+
+def test_gaps_and_groups_of_a_profile() -> None:
+    ms = 1_000_000
+    events = [("nvjet_sm90_qqtst_128", 0, 2 * ms), ("_quantize", 1 * ms, 2 * ms), ("mystery", 5 * ms, ms)]
+    found = summarise(events)
+    assert found.span == 6.0 and found.gaps == 2.0  # nothing ran from 3 to 5; kernels that overlap are no gap
+    assert found.groups == {"fp8 gemm": 2.0, "quantise": 2.0, "other": 1.0}
+    assert found.kernels[-1] == ("mystery", 1.0, 1)
+    named = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
+        "nvjet_sm90_tst_192x192_64x4": "gemm",
+        "nvjet_sm90_qqsss_128x128_128x6_2x1_v_bz_coopA_algo2_Avec128": "fp8 gemm",
+        "_swiglu_backward_quantize": "quantise",
+        "_norm_quantize": "quantise",
+        "_norm_backward": "norm and rope",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "copies and zeros",
+    }
+    assert {name: group_of(name) for name in named} == named
+
+
+def test_an_arm_trains_on_real_text_and_times_every_phase() -> None:
+    assert bytes(text_tokens(200)).isascii() and text_tokens(50) == text_tokens(200)[:50]
+    assert len(text_tokens(200_000_000 // 1000)) == 200_000
+    arm = measure(ArmSpec("tiny", "infir2", seq_len=64, rows=2, layers=1, warmup=1, steps=4, device="cpu"))
+    assert [len(values) for values in arm.ms.values()] == [4, 4, 4] and arm.losses[-1] < arm.losses[0]
+    assert all(value > 0 for values in arm.ms.values() for value in values)
+    assert any(gemm.startswith("wgrad e4m3") for gemm in arm.by)
+    still = measure(ArmSpec("tiny", "bf16", 64, 2, layers=1, optimizer=False, warmup=1, steps=2, device="cpu"))
+    assert still.parameters == arm.parameters and set(still.by.values()) == {"torch"}
+
+
+def test_what_is_told_without_a_gpu() -> None:
+    with pytest.raises(MachineError, match="FP8"):
+        story.card(False, "tiny")
+    with pytest.raises(InputError, match="tiny and small"):
+        story.card(True, "7b")
+    with pytest.raises(InputError, match="recomputation"):
+        story.checked("all", None)
+    with pytest.raises(InputError, match="peer"):
+        story.checked("none", "nemo")
+    card = story.card(True, "tiny")
+    assert not card.gpu and card.versions["torch"]
+    spec = ArmSpec("1.5b", "bf16", 8192, 2)
+    told = story.tell(card, spec, [compare.summarise("bf16", spec, [times(1)])])
+    (name,) = told.tables
+    assert name.startswith("Published, not comparable") and "80 GB" in name
+    assert told.tables[name][1][1][:4] == ["InfiR2 fp8", "529", "1061", "1590"]
+
+
+def test_the_page_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
+    row = compare.summarise("bf16", SPEC, [times(1)])
+    picture = report.png([row], "a title")
+    assert picture.startswith(b"\x89PNG")
+    text = report.page("a <title>", ["note"], {"times": (report.COLUMNS, report.table_rows([row]))}, picture)
+    assert "&lt;title&gt;" in text and "http" not in text and "2.0 (1.0-3.0)" in text
+    paths = report.write(tmp_path / "new", "stem", {"a": 1}, picture, text)
+    assert [path.suffix for path in paths] == [".json", ".png", ".html"] and json.loads(paths[0].read_text()) == {
+        "a": 1
+    }
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        report.write(tmp_path / "file", "stem", {}, picture, text)
