@@ -40,7 +40,11 @@ def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nda
     """Round-to-nearest-even conversion of raw bits, in place of the interpreter's."""
     raw = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
     bits = np.ascontiguousarray(data).view({1: np.uint8, 2: np.int16, 4: np.int32}[data.dtype.itemsize]).copy()
-    out = torch.from_numpy(bits).view(KINDS[source.name]).to(KINDS[target.name])
+    values = torch.from_numpy(bits).view(KINDS[source.name])
+    if target.name.startswith("fp8"):  # cvt.rn.satfinite, the only conversion to FP8 that the hardware has
+        limit = torch.finfo(KINDS[target.name]).max
+        values = values.float().clamp(-limit, limit)
+    out = values.to(KINDS[target.name])
     code, unsigned = raw[out.element_size()]
     made = out.view(code).numpy().view(unsigned).reshape(data.shape)
     # An FP8 NaN has no sign in hardware.
@@ -108,7 +112,7 @@ def close(made: torch.Tensor, reference: torch.Tensor, ulps: float = 1.0) -> Non
 def test_quantise_equals_the_reference_bit_for_bit(label: str, copies: str) -> None:
     spec = SPECS[label]
     plan = QuantPlan(row=spec if copies != "col" else None, col=spec if copies != "row" else None)
-    shape = (384, 640) if HOPPER else (256, 384)
+    shape = (384, 640) if HOPPER else (128, 256)
     x, bad = wild(*shape), counter()
     assert hopper.supports(x, plan)
     made, reference = hopper.quantize(x.to(DEVICE), plan, bad), quantize(x, plan)

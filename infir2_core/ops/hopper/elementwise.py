@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...precision.spec import QSpec, QuantPlan
 from ..reference.quantize import QTensor, Quantized
-from .tiles import STRIP, TILE, WARPS, Copies, count_nonfinite, emit_cols, emit_rows
+from .tiles import STRIP, TILE, WARPS, Copies, emit_cols, emit_rows
 
 ROWS_EACH = 32  # rows whose weight gradients one program of the norm's backward adds up
 
@@ -100,15 +100,19 @@ def _norm_quantize(
             if PLAIN:
                 tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
             if ROW:
-                count_nonfinite(y, nonfinite)
-                emit_rows(y, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+                emit_rows(
+                    y, r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
     if COL:
         for s in range(128 // STRIP):
-            r, c = r0 + whole, c0 + s * STRIP + strip
-            y = _normed(x, rstd, weight, r, c, width)
-            if not ROW:
-                count_nonfinite(y, nonfinite)
-            emit_cols(y, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
+            emit_cols(
+                _normed(x, rstd, weight, r, c, width), _normed(x, rstd, weight, r + 1, c, width),
+                _normed(x, rstd, weight, r + 2, c, width), _normed(x, rstd, weight, r + 3, c, width),
+                r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
+                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+            )  # fmt: skip
 
 
 def norm_quantize(
@@ -237,15 +241,19 @@ def _swiglu_quantize(
             if PLAIN:
                 tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
             if ROW:
-                count_nonfinite(y, nonfinite)
-                emit_rows(y, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+                emit_rows(
+                    y, r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
     if COL:
         for s in range(128 // STRIP):
-            r, c = r0 + whole, c0 + s * STRIP + strip
-            y = _product(gate_up, r, c, width)
-            if not ROW:
-                count_nonfinite(y, nonfinite)
-            emit_cols(y, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
+            emit_cols(
+                _product(gate_up, r, c, width), _product(gate_up, r + 1, c, width),
+                _product(gate_up, r + 2, c, width), _product(gate_up, r + 3, c, width),
+                r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
+                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+            )  # fmt: skip
 
 
 def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None) -> Quantized:
@@ -323,30 +331,35 @@ def _swiglu_backward_quantize(
                 tl.store(at, for_gate)
                 tl.store(at + width, for_up)
             if ROW:
-                count_nonfinite(for_gate, nonfinite)
-                count_nonfinite(for_up, nonfinite)
                 emit_rows(
-                    for_gate, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
-                )
+                    for_gate, r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
                 emit_rows(
-                    for_up, r, width + c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
-                )
+                    for_up, r, width + c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
     if COL or PRODUCT:
         for s in range(128 // STRIP):
-            r, c = r0 + whole, c0 + s * STRIP + strip
-            for_gate, for_up, product = _gradients(grad, gate_up, r, c, width)
+            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
+            gate0, up0, product0 = _gradients(grad, gate_up, r, c, width)
+            gate1, up1, product1 = _gradients(grad, gate_up, r + 1, c, width)
+            gate2, up2, product2 = _gradients(grad, gate_up, r + 2, c, width)
+            gate3, up3, product3 = _gradients(grad, gate_up, r + 3, c, width)
             if PRODUCT:
-                emit_cols(product, r, c, a_codes, a_scale, a_width, a_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+                emit_cols(
+                    product0, product1, product2, product3, r0, c, a_codes, a_scale, a_width, a_pitch, nonfinite, False,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
             if COL:
-                if not ROW:
-                    count_nonfinite(for_gate, nonfinite)
-                    count_nonfinite(for_up, nonfinite)
                 emit_cols(
-                    for_gate, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
-                )
+                    gate0, gate1, gate2, gate3, r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
                 emit_cols(
-                    for_up, r, width + c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS
-                )
+                    up0, up1, up2, up3, r0, width + c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
+                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+                )  # fmt: skip
 
 
 def swiglu_backward_quantize(
@@ -376,7 +389,7 @@ def swiglu_backward_quantize(
         grad, gate_up, gate_up if plain is None else plain, gate_up if plain_product is None else plain_product, width,
         *rebuilt.arguments()[4:8], *copies.arguments(), nonfinite, PLAIN=plain is not None,
         PLAIN_PRODUCT=plain_product is not None, PRODUCT=product is not None,
-        STRIP=STRIP, **copies.constants(), num_warps=WARPS,
+        STRIP=STRIP // 2, **copies.constants(), num_warps=WARPS // 2,  # five copies need twice the registers
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite), rebuilt.col
 

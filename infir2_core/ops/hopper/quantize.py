@@ -14,14 +14,18 @@ from .tiles import (
     TILE,
     WARPS,
     Copies,
-    amax_of,
-    count_nonfinite,
     emit_cols,
     emit_rows,
     encode_scale,
+    row_amax,
     supported,
     to_codes,
 )
+
+
+@triton.jit
+def _at(x, r, c, width):
+    return tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
 
 
 @triton.jit
@@ -50,17 +54,19 @@ def _quantize(
     whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
     if ROW:
         for s in range(128 // STRIP):
-            r, c = r0 + s * STRIP + strip, c0 + whole
-            y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
-            count_nonfinite(y, nonfinite)
-            emit_rows(y, r, c, row_codes, row_scale, row_width, row_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+            r = r0 + s * STRIP + strip
+            emit_rows(
+                _at(x, r, c0 + whole, width), r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
+                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+            )  # fmt: skip
     if COL:
         for s in range(128 // STRIP):
-            r, c = r0 + whole, c0 + s * STRIP + strip
-            y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
-            if not ROW:
-                count_nonfinite(y, nonfinite)
-            emit_cols(y, r, c, col_codes, col_scale, col_width, col_pitch, POW2, LIMIT, LIMIT_EXP, LIMIT_BITS)
+            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
+            emit_cols(
+                _at(x, r, c, width), _at(x, r + 1, c, width), _at(x, r + 2, c, width), _at(x, r + 3, c, width),
+                r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
+                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -89,16 +95,13 @@ def _quantize_square(
     c, strip = c0 + tl.arange(0, 128), tl.arange(0, STRIP)
     amax = 0.0
     for s in range(128 // STRIP):
-        r = r0 + s * STRIP + strip
-        y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
-        count_nonfinite(y, nonfinite)
-        amax = tl.maximum(amax, tl.max(amax_of(y, 1), 0))
+        y = _at(x, r0 + s * STRIP + strip, c, width)
+        amax = tl.maximum(amax, tl.max(row_amax(y, nonfinite, True), 0))
     encode, decode = encode_scale(amax, LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
     dtype: tl.constexpr = row_codes.dtype.element_ty if ROW else col_codes.dtype.element_ty
     for s in range(128 // STRIP):
         r = r0 + s * STRIP + strip
-        y = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :]).to(tl.float32)
-        codes = to_codes(y * encode, LIMIT, dtype)
+        codes = to_codes(_at(x, r, c, width).to(tl.float32) * encode, dtype)
         if ROW:
             tl.store(row_codes + r.to(tl.int64)[:, None] * row_width + c[None, :], codes)
         if COL:

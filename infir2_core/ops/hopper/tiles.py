@@ -32,12 +32,12 @@ def encode_scale(amax, LIMIT: tl.constexpr, LIMIT_EXP: tl.constexpr, LIMIT_BITS:
     """Encode and decode scale of a block from its amax (float32, no NaN): reference.codes.encode_scale."""
     plain = (amax == 0) | (amax == float("inf"))
     if POW2:
-        bits = amax.to(tl.int32, bitcast=True)
-        e = LIMIT_EXP - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > LIMIT_BITS).to(tl.int32)
-        e = tl.where(plain, 0, tl.minimum(e, 127))
-        encode = ((e + 127) << 23).to(tl.float32, bitcast=True)
+        # Adding what a mantissa of LIMIT_BITS lacks carries into the exponent exactly when the mantissa is larger.
+        above = (amax.to(tl.int32, bitcast=True) + (0x7FFFFF - LIMIT_BITS)) & 0x7F800000
+        bits = tl.where(plain, 127 << 23, (254 << 23) + tl.minimum((LIMIT_EXP << 23) - above, 0))
+        encode = bits.to(tl.float32, bitcast=True)
         # 2**-127 has no exponent field of its own: it is the subnormal with the highest mantissa bit
-        decode = tl.where(e < 127, (127 - e) << 23, 0x00400000).to(tl.float32, bitcast=True)
+        decode = tl.where(bits < 254 << 23, (254 << 23) - bits, 0x00400000).to(tl.float32, bitcast=True)
     else:
         encode = tl.minimum(tl.math.div_rn(LIMIT, tl.where(plain, LIMIT, amax)), 3.3895313892515355e38)
         decode = tl.math.div_rn(1.0, encode)
@@ -45,75 +45,122 @@ def encode_scale(amax, LIMIT: tl.constexpr, LIMIT_EXP: tl.constexpr, LIMIT_BITS:
 
 
 @triton.jit
-def to_codes(scaled, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """Saturating round-to-nearest-even; a NaN stays one."""
-    return tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+def to_codes(scaled, dtype: tl.constexpr):
+    """Round-to-nearest-even codes; the hardware's conversion saturates, infinities too, and a NaN stays one."""
+    return scaled.to(dtype)
 
 
 @triton.jit
-def magnitude_bits(y):
-    """Bit patterns of |y| for a bfloat16 tensor: as integers they order as the numbers do, NaN above infinity."""
-    return (y.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def amax_of(y, axis: tl.constexpr):
-    """float32 amax of a bfloat16 tile along an axis; NaN takes no part."""
-    bits = magnitude_bits(y)
-    return (tl.max(tl.where(bits > 0x7F80, 0, bits), axis) << 16).to(tl.float32, bitcast=True)
+def _without_nan(y):
+    """float32 |y|, 0 for NaN, which takes no part in an amax."""
+    value = tl.abs(y.to(tl.float32))
+    return tl.where(value == value, value, 0.0)
 
 
 @triton.jit
-def count_nonfinite(y, counter):
-    """Adds the infinities and NaNs of a tile to an int64 scalar."""
-    bad = tl.sum(tl.sum((magnitude_bits(y) >= 0x7F80).to(tl.int32), 1), 0)
-    if bad > 0:
-        tl.atomic_add(counter, bad.to(tl.int64))
+def _count(y):
+    """Infinities and NaNs of a tile."""
+    value = tl.abs(y.to(tl.float32))
+    return tl.sum(tl.sum(((value != value) | (value == float("inf"))).to(tl.int64), 1), 0)
+
+
+@triton.jit
+def row_amax(y, counter, COUNT: tl.constexpr):
+    """float32 amax of each row of a bfloat16 tile; with COUNT its infinities and NaNs are added to `counter`.
+
+    One instruction an element: a maximum that lets NaN through also tells whether anything was not finite, and only
+    then the tile is looked at again.
+    """
+    amax = tl.reduce(tl.abs(y.to(tl.float32)), 1, _larger)
+    if tl.sum((amax < float("inf")).to(tl.int32), 0) < y.shape[0]:
+        amax = tl.max(_without_nan(y), 1)
+        if COUNT:
+            tl.atomic_add(counter, _count(y))
+    return amax
 
 
 @triton.jit
 def emit_rows(
     y,
     r,
-    c,
+    c0,
     codes,
     scale,
     width,
     pitch,
+    counter,
+    COUNT: tl.constexpr,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
     LIMIT_BITS: tl.constexpr,
 ):
-    """Row copy of the strip y (bfloat16 [rows, 128]) at rows r and columns c of the source.
+    """Row copy of the strip y (bfloat16 [rows, 128]) at rows r and columns c0 ... of the source.
 
     `width` is the contraction length, `pitch` the distance of scales that are neighbours along the contraction.
     """
-    encode, decode = encode_scale(amax_of(y, 1), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
-    at = codes + r.to(tl.int64)[:, None] * width + c[None, :]
-    tl.store(at, to_codes(y.to(tl.float32) * encode[:, None], LIMIT, codes.dtype.element_ty))
-    tl.store(scale + (tl.min(c, 0) // 128).to(tl.int64) * pitch + r, decode)
+    encode, decode = encode_scale(row_amax(y, counter, COUNT), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
+    at = codes + r.to(tl.int64)[:, None] * width + c0 + tl.arange(0, 128)[None, :]
+    tl.store(at, to_codes(y.to(tl.float32) * encode[:, None], codes.dtype.element_ty))
+    tl.store(scale + (c0 // 128).to(tl.int64) * pitch + r, decode)
+
+
+@triton.jit
+def _byte(y, encode, dtype: tl.constexpr):
+    return to_codes(y.to(tl.float32) * encode[None, :], dtype).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 @triton.jit
 def emit_cols(
-    y,
-    r,
+    y0,
+    y1,
+    y2,
+    y3,
+    r0,
     c,
     codes,
     scale,
     width,
     pitch,
+    counter,
+    COUNT: tl.constexpr,
     POW2: tl.constexpr,
     LIMIT: tl.constexpr,
     LIMIT_EXP: tl.constexpr,
     LIMIT_BITS: tl.constexpr,
 ):
-    """Column copy of the strip y (bfloat16 [128, columns]) at rows r and columns c, as `emit_rows`."""
-    encode, decode = encode_scale(amax_of(y, 0), LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
-    at = codes + c.to(tl.int64)[:, None] * width + r[None, :]
-    tl.store(at, tl.trans(to_codes(y.to(tl.float32) * encode[None, :], LIMIT, codes.dtype.element_ty)))
-    tl.store(scale + (tl.min(r, 0) // 128).to(tl.int64) * pitch + c, decode)
+    """Column copy of a strip at rows r0 ... r0 + 127 and columns c, as `emit_rows`.
+
+    y0 to y3 (bfloat16 [32, columns]) hold every fourth row, beginning with rows 0, 1, 2 and 3: the codes of four rows
+    are packed into a word before the strip is transposed, because single bytes would make that four times as long.
+    """
+    a0, a1, a2, a3 = (
+        tl.abs(y0.to(tl.float32)),
+        tl.abs(y1.to(tl.float32)),
+        tl.abs(y2.to(tl.float32)),
+        tl.abs(y3.to(tl.float32)),
+    )
+    amax = tl.reduce(_larger(_larger(a0, a1), _larger(a2, a3)), 0, _larger)
+    if tl.sum((amax < float("inf")).to(tl.int32), 0) < y0.shape[1]:
+        amax = tl.max(
+            tl.maximum(tl.maximum(_without_nan(y0), _without_nan(y1)), tl.maximum(_without_nan(y2), _without_nan(y3))),
+            0,
+        )
+        if COUNT:
+            tl.atomic_add(counter, _count(y0) + _count(y1) + _count(y2) + _count(y3))
+    encode, decode = encode_scale(amax, LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
+    dtype: tl.constexpr = codes.dtype.element_ty
+    low = _byte(y0, encode, dtype) | (_byte(y1, encode, dtype) << 8)
+    packed = low | (_byte(y2, encode, dtype) << 16) | (_byte(y3, encode, dtype) << 24)
+    words = codes.to(tl.pointer_type(tl.int32))
+    at = words + (c.to(tl.int64)[:, None] * width + r0) // 4 + tl.arange(0, 32)[None, :]
+    tl.store(at, tl.trans(packed))
+    tl.store(scale + (r0 // 128).to(tl.int64) * pitch + c, decode)
 
 
 @dataclass(frozen=True)
