@@ -71,7 +71,7 @@ def main() -> None:
     gate_up, grads = make(tokens, 2 * ffn), make(tokens, ffn)
     memory("swiglu + quantise row", 5 * n, [lambda x=x: elementwise.swiglu_quantize(x, ROW, bad) for x in gate_up])
     memory("swiglu backward + quantise", 11 * n, [
-        lambda g=g, x=x: elementwise.swiglu_backward_quantize(g, x, BOTH, True, bad)
+        lambda g=g, x=x: elementwise.swiglu_backward_quantize(g, x, BOTH, TILE, bad)
         for g, x in zip(grads, gate_up, strict=True)
     ])  # fmt: skip
     if args.json:

@@ -18,7 +18,7 @@ TORCH_MINIMUM = (2, 10)
 MEGATRON_CORE = "megatron-core==0.16.1"
 # Training state of one parameter: fp32 master, two fp32 moments, fp32 gradient, and the copy that the GEMMs read, by
 # what they compute in. The same sum as launch/plan.py, which adds activations.
-STATE_BYTES = {"fp32": 4 + 8 + 4, "fp8": 4 + 8 + 4 + 1, "bf16": 4 + 8 + 4 + 2}
+STATE_BYTES = {"fp32": 4 + 8 + 4, "fp8": 4 + 8 + 4 + 2, "bf16": 4 + 8 + 4 + 2}
 # What a checkpoint holds of one parameter: fp32 master and two fp32 moments.
 CHECKPOINT_BYTES = 4 + 8
 GB = 2**30

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from ..config.schema import RunConfig
 from ..precision.recipe import Recipe
 
+HEAD_CHUNK = 5 << 29  # CHUNK_BYTES of ops/loss.py (a test compares them), which would bring torch with it
+
 GIB = 2**30
 
 
@@ -34,12 +36,10 @@ class Plan:
 def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     """Figures for `config`.
 
-    - state: float32 master, two moments and gradient, 16 bytes a parameter, and the copy that GEMMs read (codes,
-    bf16, or
-      none in float32)
-    - activations: what backward keeps of one microbatch, per layer and token (reference/performance: 10 h + qkv + 6 f
-    bytes
-      pairs for bf16; linear inputs are one byte in FP8), with the largest set of temporaries beside it
+    - state: float32 master, two moments and gradient, 16 bytes a parameter, and what GEMMs read: two copies of codes,
+      bf16, or nothing in float32
+    - activations: what backward keeps of one microbatch, per layer and token (linear inputs are one byte in FP8, the
+      SwiGLU product is rebuilt), with the largest set of temporaries beside it
     - disk: a checkpoint holds master and moments, and one more than is kept exists while it is written
     """
     cpt, shape = config.cpt, config.model
@@ -47,17 +47,17 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     wide = 2 if recipe.compute == "bf16" else 4
     narrow = 1 if recipe.uses_fp8 else wide
-    attend = wide * (2 * shape.hidden + 2 * q + 2 * kv + q) + narrow * (shape.hidden + q)
-    feed = wide * (shape.hidden + 2 * shape.ffn) + narrow * (shape.hidden + shape.ffn)
-    kept = {"none": attend + feed, "selective": attend + wide * shape.hidden, "full": wide * shape.hidden}[
-        cpt.recompute
-    ]
+    attend = wide * (shape.hidden + q + 2 * kv + q) + narrow * (shape.hidden + q)
+    feed = wide * (shape.hidden + 2 * shape.ffn) + narrow * shape.hidden
+    pair = 2 * wide * shape.hidden  # the residual stream and what is still to be added to it
+    kept = {"none": attend + feed, "selective": attend + pair, "full": pair}[cpt.recompute]
     once = (attend + feed) if cpt.recompute == "full" else feed if cpt.recompute == "selective" else 0
     temporaries = 4 * 3 * 2 * shape.ffn + once
-    head = min(tokens * shape.vocab * 4, 1 << 30) * 3
+    # A chunk of logits, and the head's gradient: the sum, the chunk's part, and the copy that backward scales.
+    head = min(tokens * shape.vocab * wide, HEAD_CHUNK) + 3 * 4 * shape.vocab * shape.hidden
     milestones = cpt.steps // cpt.keep_every if cpt.keep_every else 0
     checkpoint = 12 * shape.parameters
-    copies = {"fp32": 0, "bf16": 2}[recipe.compute] if not recipe.uses_fp8 else 1
+    copies = {"fp32": 0, "bf16": 2}[recipe.compute]  # FP8: row and column copy of one byte each
     return Plan(
         parameters=shape.parameters,
         tokens=cpt.steps * cpt.global_batch * cpt.seq_len,

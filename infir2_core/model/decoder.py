@@ -65,7 +65,7 @@ class Block(nn.Module):
         """x + delta, and the attention half's contribution to it."""
         s = self.shape
         x_TD, qkv = norm_linear(x_TD, delta_TD, self.norm1, self.qkv, s.norm_eps)
-        heads = rope_qkv(qkv.view(-1, s.heads + 2 * s.kv_heads, s.head_dim), cos, sin, s.heads + s.kv_heads)
+        heads = rope_qkv(qkv, cos, sin, s.head_dim, s.heads + s.kv_heads)
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         out = attention(q, k, v, lengths)
         return x_TD, self.o(out.reshape(-1, s.heads * s.head_dim))

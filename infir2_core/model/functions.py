@@ -3,9 +3,9 @@
 Written out, because quantisation belongs to the op that makes a tensor: the gradient of gate_up is never stored in bf16
 when both GEMMs that read it want codes, which autograd between the two ops could not know.
 
-Gradients of weights are added to `.grad` here and not returned to autograd. A block passes the residual stream on as a
-pair (x, delta) whose sum nobody has computed yet: the next norm adds them in the pass that computes its row statistic.
-Tensor letters as in decoder.py.
+Gradients of weights are added to `.grad` here and not returned to autograd (torch.autograd.grad cannot ask for them).
+A block passes the residual stream on as a pair (x, delta) whose sum nobody has computed yet: the next norm adds them in
+the pass that computes its row statistic. Tensor letters as in decoder.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..ops import fused
 from ..ops.reference.elementwise import rope
@@ -42,16 +43,17 @@ class _NormLinear(torch.autograd.Function):
             ctx.meta, saved = pack(made.col_operand())
             ctx.save_for_backward(total, rstd, *saved)
         # Without a delta the sum is x itself, and an input may not be returned as it is.
-        return (total if delta is not None else total.view_as(total)), layer.fprop(made.row_operand())
+        return (total if delta is not None else total.view_as(total)), layer.fprop(made.row_operand(), training)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         layer: Linear = ctx.layer
         total, rstd, *saved = ctx.saved_tensors
-        residual, grad = grads[0], grads[1].contiguous()
+        residual, grad = grads[0].contiguous(), grads[1].contiguous()
         g = fused.make(grad, layer.wanted("g"))
-        grad_normed = layer.dgrad(g.row_operand())
-        layer.wgrad(g.col_operand(), unpack(ctx.meta, tuple(saved)), grad)
+        grad_normed = layer.dgrad(g)
+        layer.wgrad(g, unpack(ctx.meta, tuple(saved)), grad)
         grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
         accumulate(ctx.norm, grad_norm)
         return grad_x, grad_x if ctx.added else None, None, None, None, None, None, None
@@ -80,6 +82,7 @@ class _NormOfSum(torch.autograd.Function):
         return fused.norm(total, rstd, norm, fused.PLAIN).unquantised()
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         total, rstd = ctx.saved_tensors
         grad_x, grad_norm = fused.norm_backward(grads[0].contiguous(), total, rstd, ctx.norm, None)
@@ -94,24 +97,32 @@ def norm_of_sum(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, eps: 
 
 class _RopeInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int, rotated: int) -> Tensor:
         ctx.mark_dirty(qkv)
         ctx.save_for_backward(cos, sin)
-        ctx.rotated = rotated
-        return fused.rotate_(qkv, cos, sin, rotated)
+        ctx.heads = head_dim, rotated
+        fused.rotate_(qkv.view(len(qkv), -1, head_dim), cos, sin, rotated)
+        return qkv
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        # The gradient was concatenated for this op alone, so it may be changed.
-        return fused.rotate_(grads[0].contiguous(), cos, sin, ctx.rotated, backward=True), None, None, None
+        head_dim, rotated = ctx.heads
+        grad = grads[0].contiguous()  # concatenated for this op alone, so it may be changed
+        fused.rotate_(grad.view(len(grad), -1, head_dim), cos, sin, rotated, backward=True)
+        return grad, None, None, None, None
 
 
-def rope_qkv(qkv_THd: Tensor, cos_T: Tensor, sin_T: Tensor, rotated: int) -> Tensor:
-    """Rotary embedding of the first `rotated` heads of [T, heads, head_dim], in place where a kernel can."""
-    if fused.rotates(qkv_THd):
-        return _RopeInPlace.apply(qkv_THd, cos_T, sin_T, rotated)  # type: ignore[no-any-return]
-    return torch.cat([rope(qkv_THd[:, :rotated], cos_T, sin_T), qkv_THd[:, rotated:]], 1)
+def rope_qkv(qkv: Tensor, cos_T: Tensor, sin_T: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """[T, heads, head_dim] of a projection [T, heads * head_dim], its first `rotated` heads turned by rotary embedding,
+    in place where a kernel can.
+    """
+    if fused.rotates(qkv, head_dim):
+        turned = _RopeInPlace.apply(qkv, cos_T, sin_T, head_dim, rotated)
+        return turned.view(len(qkv), -1, head_dim)  # type: ignore[no-any-return]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    return torch.cat([rope(heads[:, :rotated], cos_T, sin_T), heads[:, rotated:]], 1)
 
 
 class _FeedForward(torch.autograd.Function):
@@ -130,29 +141,30 @@ class _FeedForward(torch.autograd.Function):
     ) -> Pair:
         total, rstd = fused.add_rstd(x, delta, eps)
         normed = fused.norm(total, rstd, norm, gate_up.wanted("x", training=training))
-        gate_up_T2F = gate_up.fprop(normed.row_operand())
+        gate_up_T2F = gate_up.fprop(normed.row_operand(), training)
         # The column copy of the product waits for the backward, which rebuilds the product anyway.
         product = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training))
         if training:
             ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
             ctx.meta, saved = pack(normed.col_operand())
             ctx.save_for_backward(total, rstd, gate_up_T2F, *saved)
-        return total, down.fprop(product.row_operand())
+        return total, down.fprop(product.row_operand(), training)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate_up: Linear = ctx.gate_up
         down: Linear = ctx.down
         total, rstd, gate_up_T2F, *saved = ctx.saved_tensors
-        residual, grad = grads[0], grads[1].contiguous()
+        residual, grad = grads[0].contiguous(), grads[1].contiguous()
         g = fused.make(grad, down.wanted("g"))
-        grad_product = down.dgrad(g.row_operand())
-        again = down.wanted("x", row=False, counted=False)
+        grad_product = down.dgrad(g)
+        again = down.wanted("x", row=False, counted=down.operands.fprop_x is None)
         inner, product = fused.swiglu_backward(grad_product, gate_up_T2F, gate_up.wanted("g"), again)
-        down.wgrad(g.col_operand(), product.col_operand(), grad)
+        down.wgrad(g, product.col_operand(), grad)
         del grad_product, product
-        grad_normed = gate_up.dgrad(inner.row_operand())
-        gate_up.wgrad(inner.col_operand(), unpack(ctx.meta, tuple(saved)), grad)
+        grad_normed = gate_up.dgrad(inner)
+        gate_up.wgrad(inner, unpack(ctx.meta, tuple(saved)), grad)
         grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
         accumulate(ctx.norm, grad_norm)
         return grad_x, grad_x, None, None, None, None, None, None, None

@@ -5,19 +5,21 @@
 The weight is kept as a float32 master; what is quantised is that master rounded to the compute dtype, the same bf16
 numbers that are exported. Its codes are made once per optimizer step. For backward the layer keeps the wgrad copy of
 its input, made in the forward from the same bf16 source: codes and scales, never the bf16 input itself, when the
-policy quantises it.
+policy quantises it. (The down projection of a feed-forward half keeps nothing: functions.py rebuilds its input.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..ops.dispatch import matmul
-from ..ops.fused import Wanted, make
+from ..ops.fused import Made, Wanted, make
 from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
 from ..precision.spec import QSpec, QuantPlan
@@ -43,6 +45,11 @@ class Operands:
         }
 
 
+# Sees ("output", y, training), ("gradient", dL/dy, True) or ("input gradient", dL/dx, True) and may replace it. The
+# functions of this model call layers' GEMMs and not the layers, so module hooks would not see them.
+Watch = Callable[[str, Tensor, bool], Tensor | None]
+
+
 class Linear(nn.Module):
     """y = x . w^T + b with w float32 [out, in] and b float32 [out] or None, computed in `dtype`."""
 
@@ -54,6 +61,7 @@ class Linear(nn.Module):
         self.quant_state: dict[str, State] = {}
         self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self._cached: tuple[int, Operand, Operand] | None = None
+        self.watches: list[Watch] = []
         for tensor, (row, col) in operands.pairs().items():
             stateful = next((s for s in (row, col) if s is not None and s.stateful), None)
             if stateful is not None:
@@ -91,26 +99,35 @@ class Linear(nn.Module):
             state = state and state | {"amax_now": state["amax_now"].clone()}
         return Wanted(plan, plain, state, self.nonfinite_values if training and counted else None)
 
-    def fprop(self, x: Operand) -> Tensor:
+    def fprop(self, x: Operand, training: bool) -> Tensor:
         """x . w^T + b for the row operand of x."""
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
-        return matmul("fprop", x, self.prepared_weight()[0], self.dtype, bias)
+        return self._watched("output", matmul("fprop", x, self.prepared_weight()[0], self.dtype, bias), training)
 
-    def dgrad(self, g: Operand) -> Tensor:
-        """Gradient of x for the row operand of g."""
-        return matmul("dgrad", g, self.prepared_weight()[1], self.dtype)
+    def dgrad(self, g: Made) -> Tensor:
+        """Gradient of x."""
+        if self.watches:
+            self._watched("gradient", g.plain if g.plain is not None else dequantized(g.row_operand()))
+        return self._watched("input gradient", matmul("dgrad", g.row_operand(), self.prepared_weight()[1], self.dtype))
 
-    def wgrad(self, g: Operand, x: Operand, grad: Tensor) -> None:
-        """Adds the weight's gradient, float32 [out, in], and the bias's, float32 [out].
+    def wgrad(self, g: Made, x: Operand, grad: Tensor) -> None:
+        """Adds the weight's gradient, float32 [out, in], and the bias's, float32 [out], unless they are frozen.
 
         Args:
-            g: column operand of the gradient of y.
+            g: the gradient of y.
             x: column operand of x.
             grad: the gradient of y, not quantised, which the bias needs; unused without one.
         """
-        accumulate(self.weight, matmul("wgrad", g, x, torch.float32))
-        if self.bias is not None:
+        if self.weight.requires_grad:
+            accumulate(self.weight, matmul("wgrad", g.col_operand(), x, torch.float32))
+        if self.bias is not None and self.bias.requires_grad:
             accumulate(self.bias, grad.float().sum(0))
+
+    def _watched(self, kind: str, tensor: Tensor, training: bool = True) -> Tensor:
+        for watch in self.watches:
+            replaced = watch(kind, tensor, training)
+            tensor = tensor if replaced is None else replaced
+        return tensor
 
     def drop_codes(self) -> None:
         """Forgets the weight's codes: the master was changed by something that does not bump its version counter."""
@@ -132,23 +149,31 @@ class _LinearFunction(torch.autograd.Function):
             ctx.layer = layer
             ctx.meta, saved = pack(made.col_operand())
             ctx.save_for_backward(*saved)
-        return layer.fprop(made.row_operand())
+        return layer.fprop(made.row_operand(), training)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         layer: Linear = ctx.layer
         x_col, grad = unpack(ctx.meta, ctx.saved_tensors), grads[0].contiguous()
         g = make(grad, layer.wanted("g"))
-        grad_x = layer.dgrad(g.row_operand()) if ctx.needs_input_grad[0] else None
-        layer.wgrad(g.col_operand(), x_col, grad)
+        grad_x = layer.dgrad(g) if ctx.needs_input_grad[0] else None
+        layer.wgrad(g, x_col, grad)
         return grad_x, None, None, None, None
 
 
+def dequantized(operand: Operand) -> Tensor:
+    """Values of an operand, quantised or not."""
+    return operand.dequantize() if isinstance(operand, QTensor) else operand
+
+
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Adds to the parameter's gradient; the first one is taken as it is.
+    """Adds to the parameter's gradient, unless it is frozen; the first one is taken as it is.
 
     Autograd would do the same with what a backward returns, but copies a first gradient that Python still refers to.
     """
+    if not parameter.requires_grad:
+        return
     if parameter.grad is None:
         parameter.grad = grad
     else:

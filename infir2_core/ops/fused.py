@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..precision.spec import QuantPlan
+from ..precision.spec import QSpec, QuantPlan
 from . import dispatch
 from .reference import elementwise as reference
 from .reference.matmul import Operand
@@ -82,7 +82,7 @@ def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tenso
 
 def norm(x: Tensor, rstd: Tensor, weight: Tensor, wanted: Wanted) -> Made:
     """x * rstd * weight as wanted, for x [T, D], rstd float32 [T], weight float32 [D]."""
-    if _fits(x, x.shape[1], wanted.plan):
+    if _fits(x, x.shape[1], wanted.plan.row, wanted.plan.col):
         from .hopper import elementwise as hopper
 
         plain = torch.empty_like(x) if wanted.plain else None
@@ -105,7 +105,7 @@ def norm_backward(
 def swiglu(gate_up: Tensor, wanted: Wanted) -> Made:
     """silu(gate) * up [T, F] as wanted, for gate_up [T, 2F]."""
     half = gate_up.shape[1] // 2
-    if _fits(gate_up, half, wanted.plan):
+    if _fits(gate_up, half, wanted.plan.row, wanted.plan.col):
         from .hopper import elementwise as hopper
 
         plain = gate_up.new_empty(gate_up.shape[0], half) if wanted.plain else None
@@ -123,8 +123,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, wanted: Wanted, product: Want
         wanted: of the gradient.
         product: of the product; no row copy.
     """
-    kinds = {spec for spec in (wanted.plan.row, wanted.plan.col, product.plan.col) if spec is not None}
-    if _fits(gate_up, grad.shape[1], wanted.plan) and len(kinds) <= 1:
+    if _fits(gate_up, grad.shape[1], wanted.plan.row, wanted.plan.col, product.plan.col):
         from .hopper import elementwise as hopper
 
         plain = torch.empty_like(gate_up) if wanted.plain else None
@@ -136,9 +135,10 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, wanted: Wanted, product: Want
     return make(reference.swiglu_backward(grad, gate_up), wanted), again
 
 
-def rotates(qkv: Tensor) -> bool:
-    """Whether `rotate_` takes this tensor."""
-    return dispatch.fast(qkv) and qkv.dtype == torch.bfloat16
+def rotates(qkv: Tensor, head_dim: int) -> bool:
+    """Whether `rotate_` takes this tensor: halves of heads must be powers of two."""
+    half = head_dim // 2
+    return dispatch.fast(qkv) and qkv.dtype == torch.bfloat16 and half & (half - 1) == 0
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, backward: bool = False) -> Tensor:
@@ -152,9 +152,9 @@ def _counter(x: Tensor, wanted: Wanted) -> Tensor:
     return wanted.counter if wanted.counter is not None else torch.zeros((), dtype=torch.int64, device=x.device)
 
 
-def _fits(x: Tensor, width: int, plan: QuantPlan) -> bool:
+def _fits(x: Tensor, width: int, *specs: QSpec | None) -> bool:
+    """Whether the kernels make copies of these specs (None: not wanted) of a tensor with the rows of x and `width`."""
     if not dispatch.fast(x) or x.dtype != torch.bfloat16 or x.shape[0] % BLOCK or width % BLOCK:
         return False
-    from .hopper.tiles import supported
-
-    return (plan.row is None and plan.col is None) or supported(plan.row, plan.col)
+    wanted = {spec for spec in specs if spec is not None}
+    return len(wanted) <= 1 and all(spec.block_scaled and spec.block == (1, BLOCK) for spec in wanted)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import dispatch
 from .reference.loss import softmax_gradient_
@@ -38,10 +39,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return -(weights * logprobs).sum(), logprobs
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # Not in place: whoever calls backward twice (retain_graph) must find them as they were.
-        return grad_x * grads[0].to(grad_x.dtype), grad_weight * grads[0], None, None, None
+        return grad_x * grads[0], grad_weight * grads[0], None, None, None
 
 
 def linear_cross_entropy(
@@ -72,6 +74,8 @@ def _softmax_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> Tens
 
 def _chunks(x: Tensor, head: Tensor) -> list[slice]:
     tokens = x.shape[0]
-    count = -(-tokens * head.shape[0] * x.element_size() // CHUNK_BYTES)
-    size = -(-tokens // count)
+    # Without the kernel, the softmax makes two float32 copies of the chunk.
+    element = x.element_size() + (0 if dispatch.fast(x) else 8)
+    count = -(-tokens * head.shape[0] * element // CHUNK_BYTES)
+    size = max(1, -(-tokens // max(1, count)))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..data.batch import Batch
 from ..model.decoder import Block, Decoder
-from ..model.linear import Linear
+from ..model.linear import Linear, Watch
 from .fault_points import VARIABLE
 
 INNOCENT = "no layer: the batch is finite when it runs again (a hardware error or a race)"
@@ -42,8 +42,11 @@ def find_offender(model: Decoder, batches: Sequence[Batch], device: str) -> str:
     with ExitStack() as stack:
         stack.callback(setattr, model, "recompute", recompute)
         for name, module in model.named_modules():
-            if isinstance(module, Linear | Block):
-                for handle in _watch(name, module, found):
+            if isinstance(module, Linear):
+                module.watches.append(_watch_linear(name, found))
+                stack.callback(module.watches.pop)
+            elif isinstance(module, Block):
+                for handle in _watch_block(name, module, found):
                     stack.callback(handle.remove)
         total = sum(float(batch.weights_T.sum()) for batch in batches)
         for batch in batches:
@@ -68,9 +71,23 @@ def _run_again(model: Decoder, batch: Batch, total: float, found: list[str]) -> 
         layer.nonfinite_values.zero_()
 
 
-def _watch(name: str, module: nn.Module, found: list[str]) -> list[RemovableHandle]:
-    def forward(_m: nn.Module, _i: object, out: Tensor) -> None:
-        if not found and not _finite(out):
+def _watch_linear(name: str, found: list[str]) -> Watch:
+    told = {
+        "output": f"the output of {name}",
+        "gradient": f"the gradient of the output of {name}",
+        "input gradient": f"the backward pass of {name}",
+    }
+
+    def watch(kind: str, tensor: Tensor, _training: bool) -> None:
+        if not found and not _finite(tensor):
+            found.append(told[kind])
+
+    return watch
+
+
+def _watch_block(name: str, block: Block, found: list[str]) -> list[RemovableHandle]:
+    def forward(_m: nn.Module, _i: object, out: tuple[Tensor, Tensor]) -> None:
+        if not found and not all(map(_finite, out)):
             found.append(f"the output of {name}")
 
     def backward(_m: nn.Module, grad_in: tuple[Tensor | None, ...], grad_out: tuple[Tensor | None, ...]) -> None:
@@ -79,7 +96,7 @@ def _watch(name: str, module: nn.Module, found: list[str]) -> list[RemovableHand
         innocent = all(g is None or _finite(g) for g in grad_out)
         found.append(f"the backward pass of {name}" if innocent else f"the gradient of the output of {name}")
 
-    return [module.register_forward_hook(forward), module.register_full_backward_hook(backward)]  # type: ignore[arg-type]
+    return [block.register_forward_hook(forward), block.register_full_backward_hook(backward)]  # type: ignore[arg-type]
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -101,7 +118,7 @@ def save_batch(folder: Path, step: int, rank: int, batches: Sequence[Batch]) -> 
 
 def plant_nan(model: nn.Module, step: Callable[[], int]) -> None:
     """Test instrumentation: INFIR2_FAULT=nan:LAYER[@step=N[-M]] makes the output of that layer NaN at those steps,
-    nan-grad:LAYER the gradient that it passes on, inf:LAYER one element of its output infinite.
+    nan-grad:LAYER the gradient that a linear passes on, inf:LAYER one element of its output infinite.
     """
     for entry in os.environ.get(VARIABLE, "").split(","):
         kind, _, rest = entry.strip().partition(":")
@@ -111,27 +128,34 @@ def plant_nan(model: nn.Module, step: Callable[[], int]) -> None:
         first, _, last = when.partition("-")
         span = range(int(first), int(last or first) + 1) if first else range(1 << 60)
         module = model.get_submodule(layer)
-        if kind == "nan-grad":
-            module.register_full_backward_hook(_poison_gradient(span, step))  # type: ignore[arg-type]
+        if isinstance(module, Linear):
+            module.watches.append(_poison_linear(kind, span, step))
         else:
-            module.register_forward_hook(_poison_output(kind, span, step))
+            module.register_forward_hook(_poison_block(kind, span, step))
 
 
-def _poison_output(kind: str, span: range, step: Callable[[], int]) -> Callable[..., Tensor | None]:
-    def hook(_m: nn.Module, _i: object, out: Tensor) -> Tensor | None:
+def _poison_linear(kind: str, span: range, step: Callable[[], int]) -> Watch:
+    def watch(seen: str, tensor: Tensor, training: bool) -> Tensor | None:
+        if not training or step() not in span or seen != ("input gradient" if kind == "nan-grad" else "output"):
+            return None
+        return _poisoned(tensor, "inf" if kind == "inf" else "nan")
+
+    return watch
+
+
+def _poison_block(kind: str, span: range, step: Callable[[], int]) -> Callable[..., tuple[Tensor, Tensor] | None]:
+    def hook(_m: nn.Module, _i: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         if step() not in span or not torch.is_grad_enabled():
             return None
-        if kind == "nan":
-            return out * float("nan")
-        spike = torch.zeros_like(out)
-        spike.view(-1)[0] = float("inf")
-        return out + spike
+        return out[0], _poisoned(out[1], kind)
 
     return hook
 
 
-def _poison_gradient(span: range, step: Callable[[], int]) -> Callable[..., tuple[Tensor, ...] | None]:
-    def hook(_m: nn.Module, grad_in: tuple[Tensor, ...], _g: object) -> tuple[Tensor, ...] | None:
-        return tuple(g * float("nan") for g in grad_in) if step() in span else None
-
-    return hook
+def _poisoned(tensor: Tensor, kind: str) -> Tensor:
+    """All of it NaN, or one element infinite."""
+    if kind == "nan":
+        return tensor * float("nan")
+    spike = torch.zeros_like(tensor)
+    spike.view(-1)[0] = float("inf")
+    return tensor + spike

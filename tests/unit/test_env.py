@@ -120,7 +120,7 @@ def reasons(recipe: str, parameters: int, folder: Path, found: Machine, key: str
     return [p.what for p in doctor.plan_problems(recipe, "x", parameters, folder, found) if p.where == key]
 
 
-@pytest.mark.parametrize(("recipe", "each"), [("fp32", 16), ("infir2", 17), ("bf16", 18)])
+@pytest.mark.parametrize(("recipe", "each"), [("fp32", 16), ("infir2", 18), ("bf16", 18)])
 def test_the_training_state_must_fit_the_gpu_or_else_the_host(recipe: str, each: int, tmp_path: Path) -> None:
     most = LAPTOP.memory // each
     assert reasons(recipe, most, tmp_path, LAPTOP, "model.size") == []

@@ -40,7 +40,7 @@ def run(recipe: str, recompute: str = "none") -> tuple[float, dict[str, torch.Te
     batch = rows_to_batch([torch.randint(0, 64, (65,), generator=generator) for _ in range(2)])
     with torch.no_grad():
         evaluated = float(-model.logprobs(batch).mean())
-    loss = -model.logprobs(batch).mean()
+    loss, _ = model.loss(batch, torch.full((128,), 1 / 128))
     loss.backward()
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, evaluated
 
@@ -50,7 +50,7 @@ def test_the_decoder_on_kernels_is_the_decoder(recipe: str, request: pytest.Fixt
     reference = run(recipe)
     request.getfixturevalue("kernels")
     ours = run(recipe)
-    assert ours[0] == pytest.approx(reference[0], rel=1e-4) and ours[2] == pytest.approx(ours[0], rel=1e-6)
+    assert ours[0] == pytest.approx(reference[0], rel=1e-4) and ours[2] == pytest.approx(ours[0], rel=1e-3)
     assert set(ours[1]) == set(reference[1])
     for name, grad in reference[1].items():
         # A bf16 ulp in the row statistic flips single codes; an error in a formula would show as a whole.

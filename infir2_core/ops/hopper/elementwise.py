@@ -385,11 +385,13 @@ def swiglu_backward_quantize(
     rows, width = grad.shape
     copies = Copies.allocate((rows, 2 * width), plan.row, plan.col, nonfinite)
     rebuilt = Copies.allocate((rows, width), None, product, nonfinite)
+    constants = (copies if copies.spec else rebuilt).constants()
+    constants |= {"ROW": plan.row is not None, "COL": plan.col is not None}
     _swiglu_backward_quantize[(rows // TILE * (width // TILE),)](
         grad, gate_up, gate_up if plain is None else plain, gate_up if plain_product is None else plain_product, width,
         *rebuilt.arguments()[4:8], *copies.arguments(), nonfinite, PLAIN=plain is not None,
         PLAIN_PRODUCT=plain_product is not None, PRODUCT=product is not None,
-        STRIP=STRIP // 2, **copies.constants(), num_warps=WARPS // 2,  # five copies need twice the registers
+        STRIP=STRIP // 2, **constants, num_warps=WARPS // 2,  # five copies need twice the registers
     )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite), rebuilt.col
 

@@ -40,7 +40,7 @@ def scaled_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor |
     """
     fused = bias if out_dtype == torch.bfloat16 else None
     out = F.scaled_mm(
-        a.data, b.data.T, _scale(a), _kind(a), _right_scale(b), _kind(b), bias=fused, output_dtype=out_dtype
+        a.data, b.data.T, a.scale, _kind(a), _right_scale(b), _kind(b), bias=fused, output_dtype=out_dtype
     )
     return out if bias is None or fused is not None else out + bias
 
@@ -58,10 +58,6 @@ def _laid_out(q: QTensor) -> bool:
 
 def _padded(contraction: int) -> int:
     return -(-(contraction // TILE) // K_BLOCK_PAD) * K_BLOCK_PAD
-
-
-def _scale(q: QTensor) -> Tensor:
-    return q.scale
 
 
 def _right_scale(q: QTensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""RMSNorm, SwiGLU and rotary embedding: forward and backward as plain functions, and as autograd ops made of them.
+"""RMSNorm and SwiGLU, forward and backward, as plain functions, and rotary embedding as an autograd op.
 
-Each computes in float32 and rounds once to the dtype of its input, where an unfused kernel would store. Each saves
-only its input (and a row statistic), never a float32 intermediate.
+Each computes in float32 and rounds once to the dtype of its input, where an unfused kernel would store.
 """
 
 from __future__ import annotations
@@ -59,43 +58,6 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     out[..., :half] = grad32 * up * (sigmoid + silu * (1 - sigmoid))
     out[..., half:] = grad32 * silu
     return out
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        _, rstd = add_rstd(x, None, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return norm(x, rstd, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, rstd = ctx.saved_tensors
-        return *norm_backward(grads[0], x, rstd, weight, None), None
-
-
-def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
-
-    The float32 master weight is rounded to the dtype of x before use; its gradient is float32 [D].
-    """
-    return _RMSNorm.apply(x_TD, weight_D, eps)  # type: ignore[no-any-return]
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu_product(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return swiglu_backward(grads[0], *ctx.saved_tensors)
-
-
-def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """silu(gate) * up for a [T, 2F] tensor that holds gate, then up. Returns [T, F]."""
-    return _SwiGLU.apply(gate_up_TF)  # type: ignore[no-any-return]
 
 
 def rope_tables(positions_T: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

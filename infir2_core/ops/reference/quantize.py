@@ -85,7 +85,8 @@ class QTensor:
 class Quantized:
     """Both copies of one source; None where the plan did not ask.
 
-    `nonfinite` counts infinities and NaNs of the source: int64 scalar on its device.
+    `nonfinite` counts infinities and NaNs: int64 scalar on the source's device. The dispatcher's is the running counter
+    that it was given.
     """
 
     row: QTensor | None
