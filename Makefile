@@ -14,7 +14,8 @@ STAMP := $(VENV)/.ready
 env: $(STAMP)
 
 # A machine with a GPU and a CUDA build of torch keeps that build: the environment sees the system's packages, and the
-# pinned torch, and the triton that belongs to a torch, are left out of the constraints. Everywhere else torch comes first, at its pinned version.
+# pinned torch, and the triton that belongs to a torch, are left out of the constraints. Everywhere else torch comes
+# first, at its pinned version.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "infir2 needs Python 3.11 or newer: make PYTHON=python3.11"; exit 4; }
 	@if command -v nvidia-smi >/dev/null && $(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then \
