@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import Infir2Error, MachineError
+from .launch.plan import CHECKPOINT_BYTES, STATE_BYTES
 from .machine import Machine, disk_free
 
 TORCH_MINIMUM = (2, 10)
 MEGATRON_CORE = "megatron-core==0.16.1"
-# Training state of one parameter: fp32 master, two fp32 moments, fp32 gradient, and the copy that the GEMMs read, by
-# what they compute in. The same sum as launch/plan.py, which adds activations.
-STATE_BYTES = {"fp32": 4 + 8 + 4, "fp8": 4 + 8 + 4 + 2, "bf16": 4 + 8 + 4 + 2}
-# What a checkpoint holds of one parameter: fp32 master and two fp32 moments.
-CHECKPOINT_BYTES = 4 + 8
 GB = 2**30
 
 
@@ -130,6 +126,8 @@ def plan_problems(recipe: str, size: str, parameters: int, runs: Path, machine: 
     Raises:
         InputError: there is no such recipe.
     """
+    from .precision.recipe import load_recipe
+
     found: list[Infir2Error] = []
     how = verdict(recipe, machine)
     if how.runs == "not at all":
@@ -138,7 +136,7 @@ def plan_problems(recipe: str, size: str, parameters: int, runs: Path, machine: 
     if machine.megatron_core is None:
         fix = _unless(None, MEGATRON_CORE)
         found.append(MachineError("megatron-core is not installed, and corpora are read through it", "", fix))
-    each = STATE_BYTES[_computes_in(recipe)]
+    each = STATE_BYTES[load_recipe(recipe).compute]
     state, room = parameters * each, machine.training_memory
     if state > room:
         whose = "GPU" if machine.gpus else "host"
@@ -160,10 +158,3 @@ def plan_problems(recipe: str, size: str, parameters: int, runs: Path, machine: 
             )
         )
     return found
-
-
-def _computes_in(recipe: str) -> str:
-    from .precision.recipe import load_recipe
-
-    loaded = load_recipe(recipe)
-    return "fp8" if loaded.uses_fp8 else loaded.compute

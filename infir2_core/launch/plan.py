@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from ..config.schema import RunConfig
 from ..precision.recipe import Recipe
 
+# Bytes of one parameter in training, by what the recipe computes in: fp32 master, two fp32 moments, fp32 gradient, and
+# what GEMMs read: nothing more in fp32, bf16, or the row and column copy of FP8 codes, which are as large.
+STATE_BYTES = {"fp32": 4 + 8 + 4, "bf16": 4 + 8 + 4 + 2}
+CHECKPOINT_BYTES = 4 + 8  # of one parameter: fp32 master and two fp32 moments
 HEAD_CHUNK = 5 << 29  # CHUNK_BYTES of ops/loss.py (a test compares them), which would bring torch with it
 
 GIB = 2**30
@@ -36,8 +40,7 @@ class Plan:
 def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     """Figures for `config`.
 
-    - state: float32 master, two moments and gradient, 16 bytes a parameter, and what GEMMs read: two copies of codes,
-      bf16, or nothing in float32
+    - state: STATE_BYTES a parameter
     - activations: what backward keeps of one microbatch, per layer and token (linear inputs are one byte in FP8, the
       SwiGLU product is rebuilt), with the largest set of temporaries beside it
     - disk: a checkpoint holds master and moments, and one more than is kept exists while it is written
@@ -56,14 +59,13 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     # A chunk of logits, and the head's gradient: the sum, the chunk's part, and the copy that backward scales.
     head = min(tokens * shape.vocab * wide, HEAD_CHUNK) + 3 * 4 * shape.vocab * shape.hidden
     milestones = cpt.steps // cpt.keep_every if cpt.keep_every else 0
-    checkpoint = 12 * shape.parameters
-    copies = {"fp32": 0, "bf16": 2}[recipe.compute]  # FP8: row and column copy of one byte each
+    checkpoint = CHECKPOINT_BYTES * shape.parameters
     return Plan(
         parameters=shape.parameters,
         tokens=cpt.steps * cpt.global_batch * cpt.seq_len,
         tokens_per_step=cpt.global_batch * cpt.seq_len,
         flops=float(cpt.steps) * cpt.global_batch * cpt.seq_len * shape.flops_per_token(cpt.seq_len),
-        state_bytes=shape.parameters * (16 + copies),
+        state_bytes=shape.parameters * STATE_BYTES[recipe.compute],
         activation_bytes=tokens * (shape.layers * kept + temporaries) + head,
         checkpoint_bytes=checkpoint,
         peak_disk_bytes=checkpoint * (cpt.keep_last + 1 + milestones),

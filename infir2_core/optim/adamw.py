@@ -31,7 +31,6 @@ class AdamW:
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         betas = (settings.beta1, settings.beta2)
         self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
-        self._updates = state
         for parameter in self.parameters.values() if state else ():
             # Made now rather than at the first step, so that a checkpoint can be loaded into them.
             self._adam.state[parameter] = {
@@ -61,7 +60,7 @@ class AdamW:
         self._adam.grad_scale = scale.nan_to_num(nan=1.0, posinf=1.0)  # type: ignore[attr-defined]
         for group in self._adam.param_groups:
             group["lr"] = lr
-        if self._updates:
+        if self._adam.state:
             self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         return norm, skipped

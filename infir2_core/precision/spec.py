@@ -5,8 +5,7 @@ tensors. Terms, as the field uses them:
 
 - *format*: the set of values a code can take (`e4m3`: 1 sign, 4 exponent, 3 mantissa bits).
 - *block*: the group of elements that share one scale, seen with the contraction axis of the GEMM last. `[1, 128]` is
-128
-  elements along the contraction of one row, `[128, 128]` a square, `row` the whole contraction axis, `tensor`
+  128 elements along the contraction of one row, `[128, 128]` a square, `row` the whole contraction axis, `tensor`
   everything.
 - *encode scale* multiplies a value before the cast; the *decode scale* that is stored is its inverse.
 - *amax*: the largest magnitude in a block.

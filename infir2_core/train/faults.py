@@ -138,7 +138,7 @@ def _poison_linear(kind: str, span: range, step: Callable[[], int]) -> Watch:
     def watch(seen: str, tensor: Tensor, training: bool) -> Tensor | None:
         if not training or step() not in span or seen != ("input gradient" if kind == "nan-grad" else "output"):
             return None
-        return _poisoned(tensor, "inf" if kind == "inf" else "nan")
+        return _poisoned(tensor, kind)
 
     return watch
 
@@ -153,8 +153,8 @@ def _poison_block(kind: str, span: range, step: Callable[[], int]) -> Callable[.
 
 
 def _poisoned(tensor: Tensor, kind: str) -> Tensor:
-    """All of it NaN, or one element infinite."""
-    if kind == "nan":
+    """All of it NaN, or with `inf` one element infinite."""
+    if kind != "inf":
         return tensor * float("nan")
     spike = torch.zeros_like(tensor)
     spike.view(-1)[0] = float("inf")

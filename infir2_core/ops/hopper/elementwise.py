@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...precision.spec import QSpec, QuantPlan
 from ..reference.quantize import QTensor, Quantized
+from .quantize import NORMED, SWIGLU, quantize_source
 from .tiles import STRIP, TILE, WARPS, Copies, emit_cols, emit_rows
 
 ROWS_EACH = 32  # rows whose weight gradients one program of the norm's backward adds up
@@ -56,65 +57,6 @@ def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tenso
     return total, rstd
 
 
-@triton.jit
-def _normed(x, rstd, weight, r, c, width):
-    """bfloat16 x * rstd * weight at rows r and columns c."""
-    value = tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :]).to(tl.float32)
-    return (value * tl.load(rstd + r)[:, None] * tl.load(weight + c).to(tl.bfloat16).to(tl.float32)[None, :]).to(
-        tl.bfloat16
-    )
-
-
-@triton.jit
-def _norm_quantize(
-    x,
-    rstd,
-    weight,
-    plain,
-    width,
-    row_codes,
-    row_scale,
-    row_width,
-    row_pitch,
-    col_codes,
-    col_scale,
-    col_width,
-    col_pitch,
-    nonfinite,
-    PLAIN: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    STRIP: tl.constexpr,
-    POW2: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LIMIT_EXP: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-):
-    across = width // 128
-    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
-    if ROW or PLAIN:
-        for s in range(128 // STRIP):
-            r, c = r0 + s * STRIP + strip, c0 + whole
-            y = _normed(x, rstd, weight, r, c, width)
-            if PLAIN:
-                tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
-            if ROW:
-                emit_rows(
-                    y, r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
-                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-                )  # fmt: skip
-    if COL:
-        for s in range(128 // STRIP):
-            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
-            emit_cols(
-                _normed(x, rstd, weight, r, c, width), _normed(x, rstd, weight, r + 1, c, width),
-                _normed(x, rstd, weight, r + 2, c, width), _normed(x, rstd, weight, r + 3, c, width),
-                r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
-                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-            )  # fmt: skip
-
-
 def norm_quantize(
     x: Tensor, rstd: Tensor, weight: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None
 ) -> Quantized:
@@ -128,13 +70,7 @@ def norm_quantize(
         nonfinite: int64 scalar, added to.
         plain: bfloat16 [T, D] that receives the normed tensor.
     """
-    rows, width = x.shape
-    copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
-    _norm_quantize[(rows // TILE * (width // TILE),)](
-        x, rstd, weight, x if plain is None else plain, width, *copies.arguments(), nonfinite, PLAIN=plain is not None,
-        STRIP=STRIP, **copies.constants(), num_warps=WARPS,
-    )  # fmt: skip
-    return Quantized(copies.row, copies.col, nonfinite)
+    return quantize_source(NORMED, x, tuple(x.shape), plan, nonfinite, rstd, weight, plain)
 
 
 @triton.jit
@@ -200,62 +136,6 @@ def norm_backward(
     return out, partial.sum(0)
 
 
-@triton.jit
-def _product(gate_up, r, c, width):
-    """bfloat16 silu(gate) * up at rows r and columns c of the product."""
-    at = gate_up + r.to(tl.int64)[:, None] * (2 * width) + c[None, :]
-    gate, up = tl.load(at).to(tl.float32), tl.load(at + width).to(tl.float32)
-    return (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
-
-
-@triton.jit
-def _swiglu_quantize(
-    gate_up,
-    plain,
-    width,
-    row_codes,
-    row_scale,
-    row_width,
-    row_pitch,
-    col_codes,
-    col_scale,
-    col_width,
-    col_pitch,
-    nonfinite,
-    PLAIN: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    STRIP: tl.constexpr,
-    POW2: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LIMIT_EXP: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-):
-    across = width // 128
-    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
-    if ROW or PLAIN:
-        for s in range(128 // STRIP):
-            r, c = r0 + s * STRIP + strip, c0 + whole
-            y = _product(gate_up, r, c, width)
-            if PLAIN:
-                tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
-            if ROW:
-                emit_rows(
-                    y, r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
-                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-                )  # fmt: skip
-    if COL:
-        for s in range(128 // STRIP):
-            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
-            emit_cols(
-                _product(gate_up, r, c, width), _product(gate_up, r + 1, c, width),
-                _product(gate_up, r + 2, c, width), _product(gate_up, r + 3, c, width),
-                r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
-                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-            )  # fmt: skip
-
-
 def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None) -> Quantized:
     """Copies of silu(gate) * up.
 
@@ -265,13 +145,8 @@ def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: 
         nonfinite: int64 scalar, added to.
         plain: bfloat16 [T, F] that receives the product.
     """
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    copies = Copies.allocate((rows, width), plan.row, plan.col, nonfinite)
-    _swiglu_quantize[(rows // TILE * (width // TILE),)](
-        gate_up, gate_up if plain is None else plain, width, *copies.arguments(), nonfinite, PLAIN=plain is not None,
-        STRIP=STRIP, **copies.constants(), num_warps=WARPS,
-    )  # fmt: skip
-    return Quantized(copies.row, copies.col, nonfinite)
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    return quantize_source(SWIGLU, gate_up, shape, plan, nonfinite, plain=plain)
 
 
 @triton.jit
