@@ -19,6 +19,7 @@ from infir2_core.bench.ceilings import copy_rate, timed
 from infir2_core.config.presets import load_preset
 from infir2_core.ops.dispatch import quantize
 from infir2_core.ops.hopper import elementwise
+from infir2_core.ops.hopper import quantize as tiles
 from infir2_core.precision.spec import QSpec, QuantPlan
 
 TILE = QSpec(format="e4m3", block=(1, 128), scale="pow2")
@@ -63,15 +64,15 @@ def main() -> None:
     rstd = elementwise.add_rstd(xs[0], None, 1e-6)[1]
     pairs = list(zip(xs, ys, zs, strict=True))
     memory("add + rstd", 6 * n, [lambda x=x, y=y: elementwise.add_rstd(x, y, 1e-6) for x, y, _ in pairs])
-    memory("norm + quantise", 4 * n, [lambda x=x: elementwise.norm_quantize(x, rstd, w, BOTH, bad) for x in xs])
+    memory("norm + quantise", 4 * n, [lambda x=x: tiles.norm_quantize(x, rstd, w, BOTH, bad) for x in xs])
     memory("norm backward + residual", 8 * n, [
         lambda x=x, y=y, z=z: elementwise.norm_backward(x, y, rstd, w, z) for x, y, z in pairs
     ])  # fmt: skip
     n = tokens * ffn
     gate_up, grads = make(tokens, 2 * ffn), make(tokens, ffn)
-    memory("swiglu + quantise row", 5 * n, [lambda x=x: elementwise.swiglu_quantize(x, ROW, bad) for x in gate_up])
+    memory("swiglu + quantise row", 5 * n, [lambda x=x: tiles.swiglu_quantize(x, ROW, bad) for x in gate_up])
     memory("swiglu backward + quantise", 11 * n, [
-        lambda g=g, x=x: elementwise.swiglu_backward_quantize(g, x, BOTH, TILE, bad)
+        lambda g=g, x=x: tiles.swiglu_backward_quantize(g, x, BOTH, TILE, bad)
         for g, x in zip(grads, gate_up, strict=True)
     ])  # fmt: skip
     if args.json:

@@ -152,7 +152,7 @@ def measure(spec: ArmSpec) -> ArmTimes:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=preset.cpt.init_std)
     ledger.start()
-    losses = [engine.train_step([next(batches)], preset.cpt.lr).loss]
+    engine.train_step([next(batches)], preset.cpt.lr)
     by = {f"{gemm} {operands}": implementation for gemm, operands, implementation in ledger.stop()}
     for _ in range(spec.after + spec.warmup - 1):
         engine.train_step([next(batches)], preset.cpt.lr)
@@ -161,13 +161,16 @@ def measure(spec: ArmSpec) -> ArmTimes:
     made = ArmTimes(
         ms={phase: [] for phase in PHASES}, by=by, parameters=sum(p.numel() for p in engine.model.parameters())
     )
+    clock, pending = Clock(cuda), []
     for _ in range(spec.steps):
-        clock, batch = Clock(cuda), next(batches)
+        batch = next(batches)
         clock.mark()
-        losses.append(engine.train_step([batch], preset.cpt.lr, clock.mark).loss)
-        for phase, ms in zip(PHASES, clock.intervals(), strict=False):
+        pending.append(engine.train_step([batch], preset.cpt.lr, clock.mark))
+    times = clock.intervals()
+    for first in range(0, len(times), len(PHASES) + 1):  # the fourth interval lies between two steps
+        for phase, ms in zip(PHASES, times[first : first + len(PHASES)], strict=True):
             made.ms[phase].append(ms)
-    made.losses = losses[1:]
+    made.losses = [step.result().loss for step in pending]
     made.versions = {"torch": torch.__version__}
     if cuda:
         made.peak_gb = torch.cuda.max_memory_allocated() / 2**30

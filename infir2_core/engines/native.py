@@ -41,6 +41,21 @@ class StepResult:
     nonfinite_values: int
 
 
+@dataclass
+class PendingStep:
+    """A step that has been queued; its numbers are on their way to the host."""
+
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    def result(self) -> StepResult:
+        """Waits for the numbers. Asking one step late keeps the device busy in between."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, norm, skipped, nonfinite = self.values.tolist()
+        return StepResult(loss, norm, bool(skipped), int(nonfinite))
+
+
 class NativeEngine:
     """Model, optimizer and quantiser state of one rank.
 
@@ -57,17 +72,17 @@ class NativeEngine:
 
     def train_step(
         self, batches: Sequence[Batch], lr: float, mark: Callable[[str], None] = lambda phase: None
-    ) -> StepResult:
-        """One optimizer step over this rank's microbatches at learning rate `lr`.
+    ) -> PendingStep:
+        """Queues one optimizer step over this rank's microbatches at learning rate `lr`; nothing waits for the device.
 
         `mark` is called when a microbatch's `forward`, its `backward` and the `optimizer` have been queued.
         """
-        total = torch.tensor([float(sum(b.weights_T.sum() for b in batches))], device=self.ranks.device)
+        moved = [batch.to(self.ranks.device) for batch in batches]
+        total = torch.stack([batch.weights_T.sum() for batch in moved]).sum()
         self.ranks.sum([total])
         loss = torch.zeros((), device=self.ranks.device)
-        for batch in batches:
-            moved = batch.to(self.ranks.device)
-            part, _ = self.model.loss(moved, moved.weights_T / total[0])
+        for batch in moved:
+            part, _ = self.model.loss(batch, batch.weights_T / total)
             mark("forward")
             part.backward()  # type: ignore[no-untyped-call]
             mark("backward")
@@ -76,16 +91,24 @@ class NativeEngine:
         self.ranks.largest(
             state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values()
         )
-        counters = [layer.nonfinite_values for _, layer in self.model.linears()]
-        nonfinite = torch.stack(counters).sum()
+        nonfinite = self.model.nonfinite_values.sum()
         self.ranks.sum([nonfinite])
         # A quantiser turns an infinity into its largest value, so the gradient alone would not show it.
         norm, skipped = self.optimizer.step(lr, poisoned=nonfinite > 0)
         self.model.end_step()
-        for counter in counters:
-            counter.zero_()
+        self.model.nonfinite_values.zero_()
         mark("optimizer")
-        return StepResult(float(loss), float(norm), bool(skipped), int(nonfinite))
+        return self._on_its_way(loss, norm, skipped, nonfinite)
+
+    def _on_its_way(self, *values: Tensor) -> PendingStep:
+        stacked = torch.stack([value.double() for value in values])
+        if not stacked.is_cuda:
+            return PendingStep(stacked, None)
+        host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+        host.copy_(stacked, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return PendingStep(host, arrived)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -111,8 +134,8 @@ class NativeEngine:
         self.model.zero_grad(set_to_none=True)
         for name, tensor in self._quantiser_tensors().items():
             tensor.copy_(kept[name])
+        self.model.nonfinite_values.zero_()
         for _, layer in self.model.linears():
-            layer.nonfinite_values.zero_()
             layer.drop_codes()  # the first step must quantise the weight itself, and record its amax
         return [{"gemm": g, "operands": o, "by": by, "count": n} for (g, o, by), n in counts.items()]
 

@@ -15,19 +15,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config.schema import ModelShape
 from ..data.batch import Batch
+from ..ops.attention import self_attention
 from ..ops.dispatch import ledger
 from ..ops.loss import linear_cross_entropy
-from ..ops.reference.attention import attention
 from ..ops.reference.elementwise import rope_tables
 from ..ops.reference.loss import linear_logprob
 from ..precision.recipe import Policy, Recipe
-from .functions import feed_forward, norm_linear, norm_of_sum, rope_qkv
+from .functions import embedding, feed_forward, norm_linear, norm_of_sum, rope_qkv
 from .linear import Linear, Operands
 
 
@@ -66,8 +65,7 @@ class Block(nn.Module):
         s = self.shape
         x_TD, qkv = norm_linear(x_TD, delta_TD, self.norm1, self.qkv, s.norm_eps)
         heads = rope_qkv(qkv, cos, sin, s.head_dim, s.heads + s.kv_heads)
-        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
-        out = attention(q, k, v, lengths)
+        out = self_attention(heads, s.heads, s.kv_heads, lengths)
         return x_TD, self.o(out.reshape(-1, s.heads * s.head_dim))
 
     def feed(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,11 +110,15 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(Block(shape, recipe, i, self.dtype) for i in range(shape.layers))
             self.norm = nn.Parameter(torch.ones(shape.hidden))
             self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+            linears = [layer for _, layer in self.linears()]
+            self.nonfinite_values = torch.zeros(len(linears), dtype=torch.int64)  # of each linear; read as one tensor
+        for layer, counter in zip(linears, self.nonfinite_values, strict=True):
+            layer.nonfinite_values = counter
 
     def hidden(self, batch: Batch) -> Tensor:
         """Final normed hidden states, [T, D] in the compute dtype."""
         cos, sin = rope_tables(batch.positions_T, self.shape.head_dim, self.shape.rope_base)
-        x = F.embedding(batch.tokens_T, self.embed).to(self.dtype)
+        x = embedding(batch.tokens_T, self.embed, self.dtype)
         delta = None
         for block in self.layers:
             if self.recompute == "full" and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The two stretches of a block whose backward passes are written out: norm + linear, and the whole feed-forward half.
+"""The parts of the model whose backward passes are written out: embedding, norm + linear, the whole feed-forward half.
 
 Written out, because quantisation belongs to the op that makes a tensor: the gradient of gate_up is never stored in bf16
 when both GEMMs that read it want codes, which autograd between the two ops could not know.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -21,6 +22,30 @@ from ..ops.reference.elementwise import rope
 from .linear import Linear, accumulate, pack, unpack
 
 Pair = tuple[Tensor, Tensor]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight).to(dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            # Into the rows that were used; a tied head has left its gradient there already.
+            weight.grad.index_add_(0, tokens, grads[0].to(weight.grad.dtype))
+        return None, None, None
+
+
+def embedding(tokens_T: Tensor, weight_VD: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight in `dtype`, [T, D]."""
+    return _Embedding.apply(tokens_T, weight_VD, dtype)  # type: ignore[no-any-return]
 
 
 class _NormLinear(torch.autograd.Function):

@@ -121,7 +121,7 @@ class Linear(nn.Module):
         if self.weight.requires_grad:
             accumulate(self.weight, matmul("wgrad", g.col_operand(), x, torch.float32))
         if self.bias is not None and self.bias.requires_grad:
-            accumulate(self.bias, grad.float().sum(0))
+            accumulate(self.bias, grad.sum(0, dtype=torch.float32))
 
     def _watched(self, kind: str, tensor: Tensor, training: bool = True) -> Tensor:
         for watch in self.watches:

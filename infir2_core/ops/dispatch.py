@@ -95,8 +95,9 @@ def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tens
         from .hopper import gemm as hopper
 
         if hopper.supports(a, b):
-            ledger.add(gemm, a, b, "cublaslt")
-            return hopper.scaled_matmul(a, b, out_dtype, bias)
+            by = hopper.choose(a, b, out_dtype, bias)
+            ledger.add(gemm, a, b, by)
+            return hopper.scaled_matmul(a, b, out_dtype, bias, by)
     quantised = isinstance(a, QTensor) or isinstance(b, QTensor)
     ledger.add(gemm, a, b, "reference" if quantised else "torch")
     return reference.matmul(a, b, out_dtype, bias)

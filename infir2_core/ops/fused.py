@@ -83,7 +83,7 @@ def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tenso
 def norm(x: Tensor, rstd: Tensor, weight: Tensor, wanted: Wanted) -> Made:
     """x * rstd * weight as wanted, for x [T, D], rstd float32 [T], weight float32 [D]."""
     if _fits(x, x.shape[1], wanted.plan.row, wanted.plan.col):
-        from .hopper import elementwise as hopper
+        from .hopper import quantize as hopper
 
         plain = torch.empty_like(x) if wanted.plain else None
         made = hopper.norm_quantize(x, rstd, weight, wanted.plan, _counter(x, wanted), plain)
@@ -106,7 +106,7 @@ def swiglu(gate_up: Tensor, wanted: Wanted) -> Made:
     """silu(gate) * up [T, F] as wanted, for gate_up [T, 2F]."""
     half = gate_up.shape[1] // 2
     if _fits(gate_up, half, wanted.plan.row, wanted.plan.col):
-        from .hopper import elementwise as hopper
+        from .hopper import quantize as hopper
 
         plain = gate_up.new_empty(gate_up.shape[0], half) if wanted.plain else None
         made = hopper.swiglu_quantize(gate_up, wanted.plan, _counter(gate_up, wanted), plain)
@@ -124,7 +124,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, wanted: Wanted, product: Want
         product: of the product; no row copy.
     """
     if _fits(gate_up, grad.shape[1], wanted.plan.row, wanted.plan.col, product.plan.col):
-        from .hopper import elementwise as hopper
+        from .hopper import quantize as hopper
 
         plain = torch.empty_like(gate_up) if wanted.plain else None
         rebuilt = torch.empty_like(grad) if product.plain else None

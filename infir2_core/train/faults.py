@@ -68,7 +68,7 @@ def _run_again(model: Decoder, batch: Batch, total: float, found: list[str]) -> 
     for name, layer in model.linears():
         if not found and int(layer.nonfinite_values):
             found.append(f"what {name} quantised")
-        layer.nonfinite_values.zero_()
+    model.nonfinite_values.zero_()
 
 
 def _watch_linear(name: str, found: list[str]) -> Watch:

@@ -23,7 +23,7 @@ import torch
 from ..config.schema import RunConfig
 from ..data.batch import Batch, rows_to_batch
 from ..data.corpus import Corpus, open_corpus
-from ..engines.native import NativeEngine, StepResult
+from ..engines.native import NativeEngine, PendingStep, StepResult
 from ..engines.ranks import Ranks
 from ..errors import DivergedError, InputError, MachineError
 from ..model.hf import load_hf
@@ -80,6 +80,17 @@ class Position:
 
 
 @dataclass
+class Queued:
+    """A step that the device may still be working on."""
+
+    step: int
+    lr: float
+    batches: list[Batch]
+    pending: PendingStep
+    began: float
+
+
+@dataclass
 class Run:
     """One attempt of one run on one rank."""
 
@@ -90,6 +101,7 @@ class Run:
     watcher: Watcher
     stop: StopRequest
     position: Position = field(default_factory=Position)
+    _settled: float = field(default=0.0, init=False)  # when the last step's numbers arrived
 
     def train(self) -> Outcome:
         """Trains to the last step or until asked to stop.
@@ -126,14 +138,23 @@ class Run:
                 if self.position.step == 0:
                     outcome.eval_loss = self._evaluate(corpus, log)
                     self._check_loaded(corpus, outcome.eval_loss)
+            before: Queued | None = None
             while self.position.step < cpt.steps and outcome.stopped is None:
-                outcome.loss = self._step(corpus, log)
+                queued = self._step(corpus)
+                if before is not None:
+                    # The step before: by now the device has this one to work on while the host waits and writes.
+                    outcome.loss = self._settle(before, log)
                 done = outcome.step = self.position.step
-                if cpt.eval_every and (done % cpt.eval_every == 0 or done == cpt.steps):
-                    outcome.eval_loss = self._evaluate(corpus, log)
+                evaluates = cpt.eval_every and (done % cpt.eval_every == 0 or done == cpt.steps)
                 if done < cpt.steps:
                     outcome.stopped = self._stop_reason()
-                if done % cpt.save_every == 0 or done == cpt.steps or outcome.stopped:
+                saves = done % cpt.save_every == 0 or done == cpt.steps or outcome.stopped
+                before = queued
+                if evaluates or saves or queued.pending.arrived is None:
+                    outcome.loss, before = self._settle(queued, log), None
+                if evaluates:
+                    outcome.eval_loss = self._evaluate(corpus, log)
+                if saves:
                     self._save()
             self.store.wait()
             self.store.retire(decay_done(cpt, self.position.step))
@@ -223,34 +244,41 @@ class Run:
                 "infir2 recipes show " + self.recipe.name + " tells which layers it covers",
             )
 
-    def _step(self, corpus: Corpus, log: MetricsLog | None) -> float:
+    def _step(self, corpus: Corpus) -> Queued:
         cpt, position = self.config.cpt, self.position
         began = time.perf_counter()
         lr = learning_rate(cpt, position.step)
         batches = self._microbatches(corpus.train.__getitem__, position.samples)
-        result = self.engine.train_step(batches, lr)
-        elapsed = time.perf_counter() - began
+        pending = self.engine.train_step(batches, lr)
         position.step += 1
         position.samples += cpt.global_batch
+        return Queued(position.step, lr, batches, pending, began)
+
+    def _settle(self, queued: Queued, log: MetricsLog | None) -> float:
+        """Waits for a step's numbers, counts and logs them; its loss."""
+        cpt, position = self.config.cpt, self.position
+        result = queued.pending.result()
+        now = time.perf_counter()
+        elapsed, self._settled = now - max(queued.began, self._settled), now
         position.skips = position.skips + 1 if result.skipped else 0
         tokens = cpt.global_batch * cpt.seq_len
         position.tokens += 0 if result.skipped else tokens
-        record = self._record(result, lr, tokens, elapsed)
+        record = self._record(queued, result, tokens, elapsed)
         if log is not None:
             log.append(record)
         self.watcher.step(record)
         if position.skips > cpt.max_skips:
-            self._give_up(batches)
+            self._give_up(queued)
         return result.loss
 
-    def _record(self, result: StepResult, lr: float, tokens: int, elapsed: float) -> dict[str, Any]:
+    def _record(self, queued: Queued, result: StepResult, tokens: int, elapsed: float) -> dict[str, Any]:
         rate = tokens / elapsed
         tflops = rate * self.config.model.flops_per_token(self.config.cpt.seq_len) / 1e12
         record: dict[str, Any] = {
             "kind": "step",
-            "step": self.position.step,
+            "step": queued.step,
             "loss": result.loss,
-            "lr": lr,
+            "lr": queued.lr,
             "grad_norm": result.grad_norm,
             "tokens": self.position.tokens,
             "tok_per_s": round(rate, 1),
@@ -321,12 +349,12 @@ class Run:
         cpt = self.config.cpt
         return [[[b.content, b.weight] for b in self.config.data], cpt.seq_len, cpt.seed, cpt.split]
 
-    def _give_up(self, batches: list[Batch]) -> None:
+    def _give_up(self, queued: Queued) -> None:
         self.store.wait()
-        path = save_batch(self.folder, self.position.step, self.ranks.rank, batches)
-        offender = self.ranks.first(find_offender(self.engine.model, batches, self.ranks.device), INNOCENT)
+        path = save_batch(self.folder, queued.step, self.ranks.rank, queued.batches)
+        offender = self.ranks.first(find_offender(self.engine.model, queued.batches, self.ranks.device), INNOCENT)
         raise DivergedError(
             f"{self.position.skips} steps in a row were not finite; the trouble begins in {offender}",
-            f"step {self.position.step}; its batch is kept in {path}",
+            f"step {queued.step}; its batch is kept in {path}",
             f"start from an earlier checkpoint with a lower --lr (--max-skips is {self.config.cpt.max_skips})",
         )

@@ -30,8 +30,8 @@ def test_microbatches_of_uneven_length_add_up_to_the_whole_batch() -> None:
     samples = rows(WIDE, (40, 7, 22, 31), seed=1)
     # A large eps: Adam would blow the rounding noise of gradients that are zero in exact arithmetic up to whole steps.
     whole, parts = (engine("fp32", eps=1e-2) for _ in range(2))
-    a = whole.train_step([rows_to_batch(samples)], 1e-3)
-    b = parts.train_step([rows_to_batch(samples[:1]), rows_to_batch(samples[1:])], 1e-3)
+    a = whole.train_step([rows_to_batch(samples)], 1e-3).result()
+    b = parts.train_step([rows_to_batch(samples[:1]), rows_to_batch(samples[1:])], 1e-3).result()
     assert b.loss == pytest.approx(a.loss, rel=1e-6) and b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
     for (name, p), q in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
         assert torch.allclose(p, q, atol=2e-6), name
@@ -41,7 +41,7 @@ def test_weights_of_zero_take_no_part() -> None:
     samples = rows(WIDE, (20, 20), seed=2)
     both, first = rows_to_batch(samples), rows_to_batch(samples[:1])
     both.weights_T[20:] = 0.0
-    a, b = engine("fp32").train_step([both], 1e-3), engine("fp32").train_step([first], 1e-3)
+    a, b = engine("fp32").train_step([both], 1e-3).result(), engine("fp32").train_step([first], 1e-3).result()
     assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
 
 
@@ -50,13 +50,13 @@ def test_a_loaded_engine_goes_on_with_the_same_bits(recipe: str) -> None:
     batches = [[rows_to_batch(rows(WIDE, (30, 30), seed=s))] for s in range(6)]
     straight, stopped = engine(recipe), engine(recipe)
     for batch in batches[:3]:
-        straight.train_step(batch, 1e-3)
-        stopped.train_step(batch, 1e-3)
+        straight.train_step(batch, 1e-3).result()
+        stopped.train_step(batch, 1e-3).result()
     tensors = {name: tensor.clone() for name, tensor in stopped.tensors().items()}
     resumed = engine(recipe)
     resumed.load(tensors, stopped.state(), optimizer=True, where="test")
     for batch in batches[3:]:
-        assert straight.train_step(batch, 1e-3) == resumed.train_step(batch, 1e-3)
+        assert straight.train_step(batch, 1e-3).result() == resumed.train_step(batch, 1e-3).result()
     assert all(torch.equal(t, resumed.tensors()[n]) for n, t in straight.tensors().items())
 
 
@@ -65,7 +65,7 @@ def test_the_gemm_report_changes_nothing() -> None:
     with_report, without = engine("fp8-delayed"), engine("fp8-delayed")
     report = with_report.gemm_report(batch)
     assert {row["gemm"]: row["count"] for row in report} == {"fprop": 8, "dgrad": 8, "wgrad": 8, "head": 1}
-    assert with_report.train_step([batch], 1e-3) == without.train_step([batch], 1e-3)
+    assert with_report.train_step([batch], 1e-3).result() == without.train_step([batch], 1e-3).result()
     assert all(torch.equal(t, without.tensors()[n]) for n, t in with_report.tensors().items())
 
 
@@ -96,8 +96,8 @@ def test_an_infinity_that_a_quantiser_would_hide_skips_the_step(name: str) -> No
     layer = made.model.get_submodule(name)
     layer.watches.append(spike)
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-    result = made.train_step([rows_to_batch(rows(WIDE, (30,), seed=3))], 1e-3)
+    result = made.train_step([rows_to_batch(rows(WIDE, (30,), seed=3))], 1e-3).result()
     layer.watches.clear()
     assert result.skipped and result.nonfinite_values > 0
     assert all(torch.equal(p, before[n]) for n, p in made.model.named_parameters())
-    assert not made.train_step([rows_to_batch(rows(WIDE, (30,), seed=3))], 1e-3).skipped
+    assert not made.train_step([rows_to_batch(rows(WIDE, (30,), seed=3))], 1e-3).result().skipped

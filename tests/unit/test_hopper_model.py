@@ -1,4 +1,4 @@
-"""The whole decoder on the Triton kernels (in their CPU interpreter) against the decoder by reference."""
+"""The whole decoder on the kernels, run on the CPU, against the decoder by reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from test_hopper_kernels import HOPPER, exact_conversions, poisoned_buffers  # noqa: F401
+from test_hopper_kernels import HOPPER, on_this_machine, poisoned_buffers  # noqa: F401
 
 from infir2_core.config.schema import ModelShape
 from infir2_core.data.batch import rows_to_batch

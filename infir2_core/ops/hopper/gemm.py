@@ -1,27 +1,43 @@
-"""Block-scaled FP8 GEMM by cuBLASLt through torch (reference: ops/reference/matmul.py).
+"""Block-scaled FP8 GEMM by cuBLASLt (through torch) or DeepGEMM, whichever is faster for the shape.
 
-Both operands have their contraction axis contiguous. Float32 partial sums of 128 products are multiplied by both scales
-and added in float32. Padding of 128x128 scales to four along the contraction is what older stacks missed: without it,
-K / 128 not divisible by four gave silently wrong numbers.
+Reference: ops/reference/matmul.py. Both operands have their contraction axis contiguous. Float32 partial sums of 128
+products are multiplied by both scales and added in float32; the two libraries gave the same bits wherever they were
+compared. Which is faster is read from a table of measured rates (gemm_table.json, written by `infir2 bench gemm
+--tune`; INFIR2_GEMM_TABLE names another one): the entry of the nearest shape decides.
+
+Padding of 128x128 scales to four along the contraction is what older stacks missed: without it, K / 128 not divisible
+by four gave silently wrong numbers.
 """
 
 from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.quantize import QTensor
-from .tiles import K_BLOCK_PAD, TILE
+from .copies import K_BLOCK_PAD, TILE
 
 try:
     from torch.nn.functional import ScalingType
 except ImportError:  # an older torch: nothing here is supported then
     ScalingType = None  # type: ignore[assignment, misc]
 
+CUBLASLT, DEEPGEMM = "cublaslt", "deepgemm"
+TABLE = Path(__file__).with_name("gemm_table.json")
+
 
 def supports(a: QTensor, b: QTensor) -> bool:
-    """Whether `scaled_matmul` takes these operands: a 1x128, b 1x128 or 128x128, laid out by ops/hopper/tiles.py."""
+    """Whether `scaled_matmul` takes these operands: a 1x128, b 1x128 or 128x128, laid out by ops/hopper/copies.py."""
     if ScalingType is None or not (_laid_out(a) and _laid_out(b)) or a.tile != (1, TILE):
         return False
     if a.spec.format == b.spec.format == "e5m2":
@@ -29,7 +45,28 @@ def supports(a: QTensor, b: QTensor) -> bool:
     return all(side % 16 == 0 for side in (*a.data.shape, *b.data.shape))
 
 
-def scaled_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def choices(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> list[str]:
+    """The libraries that compute this product here, cuBLASLt always among them.
+
+    DeepGEMM's kernels take E4M3 and no bias, and store bf16 for a 128x128 right operand, float32 for a 1x128 one.
+    """
+    dtype = torch.bfloat16 if b.tile == (TILE, TILE) else torch.float32
+    fits = bias is None and out_dtype == dtype and a.spec.format == b.spec.format == "e4m3"
+    fits = fits and all(side % TILE == 0 for side in (*a.data.shape, *b.data.shape))
+    return [CUBLASLT, DEEPGEMM] if fits and _deep_gemm() is not None else [CUBLASLT]
+
+
+def choose(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> str:
+    """The library that the table calls faster for these operands, [M, K] and [N, K]."""
+    found = choices(a, b, out_dtype, bias)
+    if len(found) == 1:
+        return found[0]
+    return fastest("2d" if b.tile == (TILE, TILE) else "1d", a.data.shape[0], b.data.shape[0], a.data.shape[1])
+
+
+def scaled_matmul(
+    a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None, by: str | None = None
+) -> Tensor:
     """a . b^T (+ bias); a [M, K], b [N, K], `supports(a, b)`.
 
     Args:
@@ -37,12 +74,69 @@ def scaled_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor |
         b: right operand.
         out_dtype: bfloat16 or float32.
         bias: bfloat16 [N].
+        by: one of `choices`; None: that of `choose`.
     """
+    if (by or choose(a, b, out_dtype, bias)) == DEEPGEMM:
+        return _by_deepgemm(a, b, out_dtype)
     fused = bias if out_dtype == torch.bfloat16 else None
     out = F.scaled_mm(
         a.data, b.data.T, a.scale, _kind(a), _right_scale(b), _kind(b), bias=fused, output_dtype=out_dtype
     )
     return out if bias is None or fused is not None else out + bias
+
+
+def _by_deepgemm(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
+    library: Any = _deep_gemm()
+    shape = (a.data.shape[0], b.data.shape[0])
+    if b.tile == (TILE, TILE):
+        out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
+        scale = b.scale.contiguous()  # without the padding that cuBLASLt wants
+        library.fp8_gemm_nt((a.data, a.scale), (b.data, scale), out, disable_ue8m0_cast=True)
+        return out
+    out = torch.zeros(shape, dtype=out_dtype, device=a.data.device)  # its kernel adds to what is there
+    library.fp8_gemm_nt((a.data, a.scale), (b.data, b.scale), out, c=out, recipe=(1, 1, TILE), disable_ue8m0_cast=True)
+    return out
+
+
+@cache
+def fastest(kind: str, m: int, n: int, k: int) -> str:
+    """The faster library for the tabled shape nearest to [m, k] . [n, k]^T; distances are those of logarithms.
+
+    Args:
+        kind: `2d` (1x128 by 128x128) or `1d` (1x128 by 1x128).
+        m: rows of the left operand.
+        n: rows of the right operand.
+        k: contraction.
+    """
+
+    def distance(entry: dict[str, Any]) -> float:
+        return sum(abs(math.log2(entry[name] / side)) for name, side in (("m", m), ("n", n), ("k", k)))
+
+    entries = [entry for entry in table() if entry["kind"] == kind]
+    if not entries:
+        return CUBLASLT
+    tflops: dict[str, float] = min(entries, key=distance)["tflops"]
+    return max(tflops, key=lambda name: tflops[name])
+
+
+@cache
+def table() -> list[dict[str, Any]]:
+    """Measured rates: kind, m, n, k and `tflops` by library."""
+    path = Path(os.environ.get("INFIR2_GEMM_TABLE") or TABLE)
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return list(loaded["shapes"])
+
+
+@cache
+def _deep_gemm() -> ModuleType | None:
+    try:
+        import deep_gemm  # type: ignore[import-not-found]
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # installed and broken: slower is better than not at all, but not in silence
+        warnings.warn(f"deep_gemm does not load ({error}); all FP8 GEMMs run by cuBLASLt", stacklevel=2)
+        return None
+    return deep_gemm  # type: ignore[no-any-return]
 
 
 def _laid_out(q: QTensor) -> bool:

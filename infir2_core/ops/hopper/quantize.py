@@ -1,145 +1,27 @@
 """One-pass quantisation: a source is read once and both copies of its bf16 values are written.
 
-Sources are a bf16 matrix, a norm of one, and the SwiGLU product of gate and up (reference: ops/reference/quantize.py,
-after ops/reference/elementwise.py for the latter two).
+Sources are a bf16 matrix, a norm of one, the SwiGLU product of gate and up, and the gradients of gate and up
+(reference: ops/reference/quantize.py, after ops/reference/elementwise.py for all but the first). A tile of 128 x 128
+elements holds whole blocks in both directions, so that one read of it yields the row copy (1x128 blocks along the
+columns) and the column copy (1x128 blocks along the rows). The kernels are cuda/tiles.cu and, for 128x128 blocks,
+cuda/square.cu.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from ...precision.spec import QuantPlan
-from ..reference.quantize import Quantized
-from .tiles import (
-    STRIP,
-    TILE,
-    WARPS,
-    Copies,
-    emit_cols,
-    emit_rows,
-    encode_scale,
-    row_amax,
-    supported,
-    to_codes,
-)
+from ...precision.spec import QSpec, QuantPlan
+from ..reference.quantize import QTensor, Quantized
+from .copies import TILE, Copies, arguments, defines, supported
+from .cuda import launch
 
-LOADED, NORMED, SWIGLU = 0, 1, 2
-
-
-@triton.jit
-def _at(x, r, c, width):
-    return tl.load(x + r.to(tl.int64)[:, None] * width + c[None, :])
-
-
-@triton.jit
-def _value(x, rstd, weight, r, c, width, SOURCE: tl.constexpr):
-    """bfloat16 values at rows r, columns c: x, x * rstd * weight, or silu(gate) * up with x holding gate, then up."""
-    if SOURCE == 0:
-        y = _at(x, r, c, width)
-    elif SOURCE == 1:
-        scale = tl.load(weight + c).to(tl.bfloat16).to(tl.float32)
-        y = (_at(x, r, c, width).to(tl.float32) * tl.load(rstd + r)[:, None] * scale[None, :]).to(tl.bfloat16)
-    else:
-        gate = _at(x, r, c, 2 * width).to(tl.float32)
-        y = (gate * tl.sigmoid(gate) * _at(x + width, r, c, 2 * width).to(tl.float32)).to(tl.bfloat16)
-    return y
-
-
-@triton.jit
-def _quantize(
-    x,
-    rstd,
-    weight,
-    plain,
-    width,
-    row_codes,
-    row_scale,
-    row_width,
-    row_pitch,
-    col_codes,
-    col_scale,
-    col_width,
-    col_pitch,
-    nonfinite,
-    SOURCE: tl.constexpr,
-    PLAIN: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    STRIP: tl.constexpr,
-    POW2: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LIMIT_EXP: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-):
-    across = width // 128
-    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    whole, strip = tl.arange(0, 128), tl.arange(0, STRIP)
-    if ROW or PLAIN:
-        for s in range(128 // STRIP):
-            r, c = r0 + s * STRIP + strip, c0 + whole
-            y = _value(x, rstd, weight, r, c, width, SOURCE)
-            if PLAIN:
-                tl.store(plain + r.to(tl.int64)[:, None] * width + c[None, :], y)
-            if ROW:
-                emit_rows(
-                    y, r, c0, row_codes, row_scale, row_width, row_pitch, nonfinite, True,
-                    POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-                )  # fmt: skip
-    if COL:
-        for s in range(128 // STRIP):
-            r, c = r0 + 4 * tl.arange(0, 32), c0 + s * STRIP + strip
-            emit_cols(
-                _value(x, rstd, weight, r, c, width, SOURCE), _value(x, rstd, weight, r + 1, c, width, SOURCE),
-                _value(x, rstd, weight, r + 2, c, width, SOURCE), _value(x, rstd, weight, r + 3, c, width, SOURCE),
-                r0, c, col_codes, col_scale, col_width, col_pitch, nonfinite, not ROW,
-                POW2, LIMIT, LIMIT_EXP, LIMIT_BITS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _quantize_square(
-    x,
-    width,
-    row_codes,
-    row_scale,
-    row_width,
-    row_pitch,
-    col_codes,
-    col_scale,
-    col_width,
-    col_pitch,
-    nonfinite,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    STRIP: tl.constexpr,
-    POW2: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LIMIT_EXP: tl.constexpr,
-    LIMIT_BITS: tl.constexpr,
-):
-    across = width // 128
-    r0, c0 = (tl.program_id(0) // across) * 128, (tl.program_id(0) % across) * 128
-    c, strip = c0 + tl.arange(0, 128), tl.arange(0, STRIP)
-    amax = 0.0
-    for s in range(128 // STRIP):
-        y = _at(x, r0 + s * STRIP + strip, c, width)
-        amax = tl.maximum(amax, tl.max(row_amax(y, nonfinite, True), 0))
-    encode, decode = encode_scale(amax, LIMIT, LIMIT_EXP, LIMIT_BITS, POW2)
-    dtype: tl.constexpr = row_codes.dtype.element_ty if ROW else col_codes.dtype.element_ty
-    for s in range(128 // STRIP):
-        r = r0 + s * STRIP + strip
-        codes = to_codes(_at(x, r, c, width).to(tl.float32) * encode, dtype)
-        if ROW:
-            tl.store(row_codes + r.to(tl.int64)[:, None] * row_width + c[None, :], codes)
-        if COL:
-            tl.store(col_codes + c.to(tl.int64)[:, None] * col_width + r[None, :], tl.trans(codes))
-    if ROW:
-        tl.store(row_scale + (r0 // 128) * row_pitch + c0 // 128, decode)
-    if COL:
-        tl.store(col_scale + (c0 // 128) * col_pitch + r0 // 128, decode)
+THREADS = 256
+STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cu
+LOADED, NORMED, SWIGLU, SWIGLU_BACKWARD = range(4)
+# Rows whose loads a thread issues together, and blocks of a multiprocessor: measured on an H200 (benchmarks/LOG.md).
+TUNING = {LOADED: (8, 3), NORMED: (4, 4), SWIGLU: (4, 4), SWIGLU_BACKWARD: (2, 2)}
 
 
 def supports(x: Tensor, plan: QuantPlan) -> bool:
@@ -152,51 +34,132 @@ def quantize(x: Tensor, plan: QuantPlan, nonfinite: Tensor) -> Quantized:
     """Codes and scales of a [R, C] bf16 tensor, R and C multiples of 128.
 
     Args:
-        x: contiguous bfloat16.
+        x: bfloat16.
         plan: `supports(x, plan)` holds.
         nonfinite: int64 scalar on the device, to which infinities and NaNs of x are added.
 
     Returns:
         Copies with the contraction axis contiguous: the col copy is stored as [C, R].
     """
-    rows, cols = x.shape
+    x, (rows, cols) = x.contiguous(), x.shape
     spec = plan.row or plan.col
-    if spec is None or spec.block != (TILE, TILE):
-        return quantize_source(LOADED, x.contiguous(), (rows, cols), plan, nonfinite)
-    copies = Copies.allocate((rows, cols), plan.row, plan.col, nonfinite)
-    _quantize_square[(rows // TILE * (cols // TILE),)](
-        x.contiguous(), cols, *copies.arguments(), nonfinite, STRIP=STRIP, **copies.constants(), num_warps=WARPS
-    )
+    copies = Copies.allocate((rows, cols), plan.row, plan.col, x.device)
+    if spec is not None and spec.block == (TILE, TILE):
+        constants = tuple(sorted(defines(copies.row, copies.col).items()))
+        tiles = rows // TILE * (cols // TILE)
+        launch(
+            "square.cu",
+            constants,
+            tiles,
+            THREADS,
+            0,
+            (x, cols, arguments(copies.row), arguments(copies.col), nonfinite),
+            x.device,
+        )
+    else:
+        run(LOADED, x, (rows, cols), copies, None, nonfinite)
     return Quantized(copies.row, copies.col, nonfinite)
 
 
-def quantize_source(
+def run(
     source: int,
     x: Tensor,
-    shape: tuple[int, ...],
-    plan: QuantPlan,
+    shape: tuple[int, int],
+    copies: Copies,
+    product: QTensor | None,
     nonfinite: Tensor,
-    rstd: Tensor | None = None,
+    second: Tensor | None = None,
     weight: Tensor | None = None,
     plain: Tensor | None = None,
-) -> Quantized:
-    """Copies, in 1x128 blocks, of the [R, C] = `shape` bf16 values that `source` makes of x.
+    plain_product: Tensor | None = None,
+) -> None:
+    """Fills 1x128 copies of the bf16 values that `source` makes of x.
 
     Args:
-        source: LOADED (x itself), NORMED (x * rstd * weight) or SWIGLU (x is gate, then up).
+        source: LOADED (x itself), NORMED (x * rstd * weight), SWIGLU (x is gate, then up) or SWIGLU_BACKWARD.
         x: contiguous bfloat16.
-        shape: of the values, multiples of 128.
-        plan: wanted copies.
-        nonfinite: int64 scalar, added to.
-        rstd: float32 [R], for NORMED.
+        shape: [R, C] of the values, or of the product for SWIGLU_BACKWARD, whose values are [R, 2C].
+        copies: of the values.
+        product: column copy of the product, for SWIGLU_BACKWARD.
+        nonfinite: int64 scalar, to which the values' infinities and NaNs are added.
+        second: rstd, float32 [R], for NORMED; the product's gradient, bfloat16 [R, C], for SWIGLU_BACKWARD.
         weight: float32 [C], rounded to bf16 before use, for NORMED.
-        plain: bfloat16 [R, C] that receives the values.
+        plain: bfloat16, receives the values.
+        plain_product: bfloat16 [R, C], receives the product.
     """
     rows, cols = shape
-    copies = Copies.allocate((rows, cols), plan.row, plan.col, nonfinite)
-    spare = (x if tensor is None else tensor for tensor in (rstd, weight, plain))
-    _quantize[(rows // TILE * (cols // TILE),)](
-        x, *spare, cols, *copies.arguments(), nonfinite, SOURCE=source, PLAIN=plain is not None, STRIP=STRIP,
-        **copies.constants(), num_warps=WARPS,
+    ahead, blocks = TUNING[source]
+    constants = defines(copies.row, copies.col, product) | {
+        "SOURCE": source,
+        "PLAIN": int(plain is not None),
+        "PRODUCT": int(product is not None),
+        "AHEAD": ahead,
+        "BLOCKS": blocks,
+    }
+    staged = constants["COL"] * (2 if source == SWIGLU_BACKWARD else 1) + constants["PRODUCT"]
+    fields = (arguments(copies.row), arguments(copies.col), arguments(product))
+    launch(
+        "tiles.cu", tuple(sorted(constants.items())), rows // TILE * (cols // TILE), THREADS, staged * STAGED_BYTES,
+        (x, second, weight, plain, plain_product, cols, *fields, nonfinite), x.device,
     )  # fmt: skip
+
+
+def norm_quantize(
+    x: Tensor, rstd: Tensor, weight: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None
+) -> Quantized:
+    """Copies of x * rstd * weight.
+
+    Args:
+        x: bfloat16 [T, D].
+        rstd: float32 [T], from `elementwise.add_rstd`.
+        weight: float32 [D], rounded to bf16 before use.
+        plan: wanted copies.
+        nonfinite: int64 scalar, added to.
+        plain: bfloat16 [T, D] that receives the normed tensor.
+    """
+    shape = (x.shape[0], x.shape[1])
+    copies = Copies.allocate(shape, plan.row, plan.col, x.device)
+    run(NORMED, x, shape, copies, None, nonfinite, rstd, weight, plain)
     return Quantized(copies.row, copies.col, nonfinite)
+
+
+def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None) -> Quantized:
+    """Copies of silu(gate) * up.
+
+    Args:
+        gate_up: bfloat16 [T, 2F], gate first.
+        plan: wanted copies.
+        nonfinite: int64 scalar, added to.
+        plain: bfloat16 [T, F] that receives the product.
+    """
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    copies = Copies.allocate(shape, plan.row, plan.col, gate_up.device)
+    run(SWIGLU, gate_up, shape, copies, None, nonfinite, plain=plain)
+    return Quantized(copies.row, copies.col, nonfinite)
+
+
+def swiglu_backward_quantize(
+    grad: Tensor,
+    gate_up: Tensor,
+    plan: QuantPlan,
+    product: QSpec | None,
+    nonfinite: Tensor,
+    plain: Tensor | None = None,
+    plain_product: Tensor | None = None,
+) -> tuple[Quantized, QTensor | None]:
+    """Copies of the gradient of gate_up and, rebuilt on the way, the product's column copy.
+
+    Args:
+        grad: bfloat16 [T, F], of silu(gate) * up.
+        gate_up: bfloat16 [T, 2F].
+        plan: copies wanted of the gradient.
+        product: the spec of the product's column copy, that of `plan`; None: not wanted.
+        nonfinite: int64 scalar, added to (by the gradient; the product was counted in the forward).
+        plain: bfloat16 [T, 2F] that receives the gradient.
+        plain_product: bfloat16 [T, F] that receives the product.
+    """
+    rows, width = grad.shape
+    copies = Copies.allocate((rows, 2 * width), plan.row, plan.col, grad.device)
+    rebuilt = Copies.allocate((rows, width), None, product, grad.device).col
+    run(SWIGLU_BACKWARD, gate_up, (rows, width), copies, rebuilt, nonfinite, grad, None, plain, plain_product)
+    return Quantized(copies.row, copies.col, nonfinite), rebuilt

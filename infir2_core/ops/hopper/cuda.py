@@ -1,0 +1,160 @@
+"""CUDA kernels compiled when they are first needed, by the NVRTC that every CUDA build of torch brings.
+
+Nothing but torch and the driver is needed on the user's machine: no compiler, no headers, no built extension. Compiled
+code is kept in ~/.cache/infir2 (XDG_CACHE_HOME), so that later processes start at once. Sources lie in cuda/; constants
+are defines, so that one source gives a kernel for each combination that is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).parent / "cuda"
+SHARED = ("ptx.cuh", "codes.cuh")
+ARCHITECTURE = "sm_90a"
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 1, 2  # keys of cuLaunchKernel's `extra`
+
+Argument = Tensor | int | float | None | tuple["Argument", ...]
+
+
+def launch(
+    file: str,
+    defines: tuple[tuple[str, int], ...],
+    grid: int,
+    block: int,
+    shared: int,
+    arguments: Sequence[Argument],
+    device: torch.device,
+) -> None:
+    """Queues the kernel of cuda/`file` (`infir2_` and the file's stem) on the current stream of `device`.
+
+    Args:
+        file: name of the source.
+        defines: constants of this variant, sorted by name.
+        grid: blocks.
+        block: threads of a block.
+        shared: bytes of dynamic shared memory.
+        arguments: in the kernel's order; tensors and None become pointers, int becomes int64, float becomes double, a
+            tuple becomes a struct of these.
+        device: where the tensors live.
+
+    Raises:
+        RuntimeError: the source does not compile (with the compiler's log), or the driver refuses the launch.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    with torch.cuda.device(index):
+        function = _function(file, defines, shared, index)
+        parameters = ctypes.create_string_buffer(packed(tuple(arguments)))
+        size = ctypes.c_size_t(len(parameters) - 1)
+        extra = (ctypes.c_void_p * 5)(
+            PARAM_BUFFER_POINTER,
+            ctypes.cast(parameters, ctypes.c_void_p),
+            PARAM_BUFFER_SIZE,
+            ctypes.cast(ctypes.pointer(size), ctypes.c_void_p),
+            None,
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+        code = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared, stream, None, extra)
+    _check(code, f"launching {file}")
+
+
+def packed(argument: Argument) -> bytes:
+    """The bytes of one kernel parameter."""
+    if isinstance(argument, tuple):
+        return b"".join(map(packed, argument))
+    if isinstance(argument, Tensor):
+        return struct.pack("<Q", argument.data_ptr())
+    if argument is None:
+        return struct.pack("<Q", 0)
+    return struct.pack("<d", argument) if isinstance(argument, float) else struct.pack("<q", argument)
+
+
+@cache
+def _function(file: str, defines: tuple[tuple[str, int], ...], shared: int, index: int) -> ctypes.c_void_p:
+    torch.cuda.synchronize(index)  # torch has made this device's context by then
+    module, function, driver = ctypes.c_void_p(), ctypes.c_void_p(), _driver()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), compiled(source(file), file, defines)), f"loading {file}")
+    name = f"infir2_{Path(file).stem}".encode()
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), f"finding the kernel of {file}")
+    _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared), f"shared memory of {file}")
+    return function
+
+
+@cache
+def source(file: str) -> str:
+    """The text of a kernel, after the functions that all of them share."""
+    return "".join((SOURCES / part).read_text(encoding="utf-8") for part in (*SHARED, file))
+
+
+def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...]) -> bytes:
+    """Machine code of a source, from the cache or from NVRTC."""
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines)]
+    key = hashlib.sha256("\0".join([text, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infir2" / f"{key}.cubin"
+    if kept.is_file():
+        return kept.read_bytes()
+    code = _compile(text, name, options)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        aside = kept.with_suffix(f".{os.getpid()}")
+        aside.write_bytes(code)
+        aside.replace(kept)  # several ranks may compile the same kernel at once
+    except OSError:
+        pass  # a home that cannot be written costs a second at each start, nothing else
+    return code
+
+
+def _compile(text: str, name: str, options: list[str]) -> bytes:
+    lib, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    _check(lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), "NVRTC")
+    encoded = [option.encode() for option in options]
+    failed = lib.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+    if failed:
+        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{name} with {' '.join(options)} does not compile:\n{log.value.decode()}")
+    _check(lib.nvrtcGetCUBINSize(program, ctypes.byref(size)), "NVRTC")
+    code = ctypes.create_string_buffer(size.value)
+    _check(lib.nvrtcGetCUBIN(program, code), "NVRTC")
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = str(torch.version.cuda).split(".")[0]
+    return _library(f"libnvrtc.so.{major}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return _library("libcuda.so.1")
+
+
+def _library(name: str) -> ctypes.CDLL:
+    """A shared library by the loader's search, or from the wheels and the toolkit that torch may use."""
+    found = [name]
+    for root in (Path(torch.__file__).parents[1] / "nvidia", Path("/usr/local/cuda")):
+        found += sorted(str(path) for path in root.rglob(f"{name}*"))
+    for path in found:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise RuntimeError(f"{name} was not found, neither by the loader nor beside torch nor in /usr/local/cuda")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise RuntimeError(f"{what} failed with CUDA code {code}")

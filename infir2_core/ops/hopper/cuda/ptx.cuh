@@ -1,0 +1,26 @@
+// What has no CUDA C++ form without headers: conversions and packed maxima. Tests replace this file on a CPU.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+__device__ __forceinline__ u32 pack(float a, float b) {  // a in the low half; round to nearest even
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(b), "f"(a));
+    return out;
+}
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // magnitudes of bf16, as bits, order as integers do
+    u32 out;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+__device__ __forceinline__ u32 codes2(float a, float b) {
+    u16 out;
+#if E5M2
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(out) : "f"(b), "f"(a));
+#else
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(b), "f"(a));
+#endif
+    return out;
+}

@@ -1,0 +1,103 @@
+"""Runs the CUDA kernels of ops/hopper/cuda on the CPU: the same sources, compiled by g++ behind cuda_on_cpu.h."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from infir2_core.ops.hopper.cuda import SOURCES, Argument, packed
+
+COMPILER = shutil.which("g++")
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+RUN = """
+struct Arguments {{ {fields}; }};
+static Arguments* given;
+static void enter() {{
+    {kernel}({names});
+    fibers[threadIdx.x].waits = DONE;
+    setcontext(&scheduler);
+}}
+extern "C" void run(int grid, int block, Arguments* arguments) {{
+    given = arguments;
+    fibers.resize(block);
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {{
+        for (int i = 0; i < block; ++i) {{
+            Fiber& f = fibers[i];
+            f.stack.resize(1 << 16);
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data();
+            f.context.uc_stack.ss_size = f.stack.size();
+            f.waits = NOBODY;
+            turn[i] = 0;
+            makecontext(&f.context, enter, 0);
+        }}
+        for (bool running = true; running;) {{
+            running = false;
+            for (int warp = 0; warp < block; warp += 32) {{
+                for (bool moved = true; moved;) {{
+                    moved = false;
+                    for (int i = warp; i < warp + 32; ++i) {{
+                        if (fibers[i].waits == BLOCK || fibers[i].waits == DONE) continue;
+                        threadIdx.x = i;
+                        swapcontext(&scheduler, &fibers[i].context);
+                        moved = true;
+                    }}
+                }}
+            }}
+            for (Fiber& f : fibers) if (f.waits == BLOCK) {{ f.waits = NOBODY; running = true; }}
+        }}
+    }}
+}}
+"""
+
+
+def launch(
+    file: str,
+    defines: tuple[tuple[str, int], ...],
+    grid: int,
+    block: int,
+    shared: int,
+    arguments: Sequence[Argument],
+    device: torch.device,
+) -> None:
+    """In place of `infir2_core.ops.hopper.cuda.launch`."""
+    parameters = packed(tuple(arguments))
+    _library(file, defines, shared).run(grid, block, parameters)
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+
+
+@cache
+def _library(file: str, defines: tuple[tuple[str, int], ...], shared: int) -> ctypes.CDLL:
+    text = "".join((SOURCES / part).read_text() for part in ("codes.cuh", file))
+    kernel = f"infir2_{Path(file).stem}"
+    declared = re.search(rf"\b{kernel}\((.*?)\)\s*{{", text, re.DOTALL)
+    assert declared
+    parameters = [" ".join(p.split()) for p in declared[1].split(",")]
+    names = ", ".join("given->" + p.split()[-1].lstrip("*") for p in parameters)
+    dynamic = re.search(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\]", text)
+    if dynamic:  # all blocks run after each other, so that one buffer will do
+        text = f"alignas(16) static unsigned char dynamic_shared[{max(shared, 16)}];\n" + text.replace(
+            dynamic[0], f"{dynamic[1]}* {dynamic[2]} = reinterpret_cast<{dynamic[1]}*>(dynamic_shared)"
+        )
+    text = text.replace("__shared__", "static")
+    text = HEADER.read_text() + text + RUN.format(kernel=kernel, fields="; ".join(parameters), names=names)
+    key = hashlib.sha256(f"{text}{defines}".encode()).hexdigest()[:16]
+    source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
+    source.write_text(text)
+    options = [f"-D{name}={value}" for name, value in defines]
+    command = [str(COMPILER), "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *options]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
