@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from ..ops import fused
 from ..ops.reference.elementwise import rope
-from .linear import Linear, accumulate, pack, unpack
+from .gradients import accumulate
+from .linear import Linear, dequantized, pack, unpack
 
 Pair = tuple[Tensor, Tensor]
 
@@ -147,7 +148,8 @@ class _FeedForward(torch.autograd.Function):
         if training:
             ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
             ctx.meta, saved = pack(normed.col_operand())
-            ctx.save_for_backward(total, rstd, gate_up_T2F, *saved)
+            ctx.kept, (gate_up_T2F, *scales) = pack(gate_up.kept_output(gate_up_T2F))
+            ctx.save_for_backward(total, rstd, gate_up_T2F, *scales, *saved)
         return total, down.fprop(product.row_operand(), training)
 
     @staticmethod
@@ -155,8 +157,10 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate_up: Linear = ctx.gate_up
         down: Linear = ctx.down
-        total, rstd, gate_up_T2F, *saved = ctx.saved_tensors
+        total, rstd, *saved = ctx.saved_tensors
         residual, grad = grads[0].contiguous(), grads[1].contiguous()
+        kept, saved = (saved[:1], saved[1:]) if ctx.kept is None else (saved[:2], saved[2:])
+        gate_up_T2F = dequantized(unpack(ctx.kept, tuple(kept)), grad.dtype)
         g = fused.make(grad, down.wanted("g"))
         grad_product = down.dgrad(g)
         again = down.wanted("x", row=False, counted=down.operands.fprop_x is None)

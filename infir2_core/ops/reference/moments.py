@@ -3,8 +3,8 @@
 Moments in E4M3: one float32 decode scale for each 1x128 block, stochastic rounding (an exponential average moves by
 less than half a code in most steps, and rounding to nearest would lose every such step). A spec with a `power`
 transform of exponent 1/2 stores the square root, which halves the range that a second moment spans. Its rounding is
-unbiased in the *square*: unbiased in the root, the decoded average would grow by the variance of the rounding in every
-step, without bound once that exceeds 1 - beta2.
+unbiased in the *square*: unbiased in the root, each step would add the variance of its rounding to the decoded average,
+which then stands 3 % (beta2 = 0.95) to 5 % (0.999) too high.
 
 A master split in two: the bfloat16 weight that the model computes with, and the 16 bits that it lacks.
 """
