@@ -1,6 +1,7 @@
 """The engine for a CPU, one GPU, or data-parallel ranks of one box: replicated weights, summed gradients.
 
-One optimizer step is: every microbatch forward and backward (gradients add up in float32), one sum over ranks, AdamW.
+One optimizer step is: every microbatch forward and backward (gradients add up in float32, or in bf16 with stochastic
+rounding), one sum over ranks in float32, AdamW.
 The loss is a mean over the tokens of the whole global batch, whatever the microbatches hold. Checkpoints name tensors
 as Hugging Face does, so that they load into any layout of the same model.
 """
@@ -18,10 +19,14 @@ from ..config.schema import RunConfig
 from ..data.batch import Batch
 from ..errors import InputError
 from ..model.decoder import Decoder
+from ..model.gradients import begin_step, sum_over_ranks
 from ..ops.dispatch import ledger
-from ..optim.adamw import AdamW
+from ..optim.adamw import AdamW, Forms
+from ..optim.fit import describe, fit
 from ..precision.recipe import Recipe
 from .ranks import Ranks
+
+MASTERS = ("model/", "remainder/")  # how names of tensors begin that weights are loaded from
 
 
 @dataclass
@@ -66,7 +71,9 @@ class NativeEngine:
     def __init__(self, config: RunConfig, recipe: Recipe, ranks: Ranks, optimizer: bool = True) -> None:
         self.config, self.recipe, self.ranks = config, recipe, ranks
         self.model = Decoder(config.model, recipe, ranks.device, config.cpt.recompute)
-        self.optimizer = AdamW(self.model.named_parameters(), config.cpt, state=optimizer)
+        self.forms = Forms.of(recipe)
+        self.optimizer = AdamW(self.model.named_parameters(), config.cpt, optimizer, self.forms)
+        self.begun = 0  # steps, skipped ones too: no two of them may round gradients with the same random bits
         # GEMMs that split their contraction would otherwise add partial sums in bf16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -81,13 +88,17 @@ class NativeEngine:
         total = torch.stack([batch.weights_T.sum() for batch in moved]).sum()
         self.ranks.sum([total])
         loss = torch.zeros((), device=self.ranks.device)
+        self.begun += 1
+        begin_step(self.model.parameters(), self.begun, self.ranks.rank)
         for batch in moved:
             part, _ = self.model.loss(batch, batch.weights_T / total)
             mark("forward")
             part.backward()  # type: ignore[no-untyped-call]
             mark("backward")
             loss += part.detach()
-        self.ranks.sum([loss, *(p.grad for p in self.model.parameters() if p.grad is not None)])
+        self.ranks.sum([loss])
+        if self.ranks.world > 1:
+            sum_over_ranks(self.model.parameters(), self.ranks.sum)
         self.ranks.largest(
             state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values()
         )
@@ -142,12 +153,11 @@ class NativeEngine:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, as live tensors (the store copies them)."""
         named: dict[str, Tensor] = {}
-        moments = self.optimizer.moments()
-        views = {"model": {n: p.detach() for n, p in self.optimizer.parameters.items()}}
-        views |= {"adam.m": {n: m for n, (m, _) in moments.items()}, "adam.v": {n: v for n, (_, v) in moments.items()}}
+        views = {"model": {n: p.detach() for n, p in self.optimizer.parameters.items()}} | self.optimizer.tensors()
         for kind, tensors in views.items():
             for name, rows in self.model.hf_layout().items():
-                named[f"{kind}/{name}"] = tensors[rows.parameter][rows.start : rows.stop]
+                if rows.parameter in tensors:
+                    named[f"{kind}/{name}"] = tensors[rows.parameter][rows.start : rows.stop]
         named |= self._quantiser_tensors()
         named["rng/cpu"] = torch.get_rng_state()
         if self.ranks.device.startswith("cuda"):
@@ -156,11 +166,17 @@ class NativeEngine:
 
     def state(self) -> dict[str, Any]:
         """Scalars that belong to `tensors`."""
-        return {"updates": self.optimizer.updates, "recipe": self.recipe.hash, "model": self.config.model.model_dump()}
+        return {
+            "updates": self.optimizer.updates,
+            "begun": self.begun,
+            "recipe": self.recipe.hash,
+            "moments": describe(self.forms),
+            "model": self.config.model.model_dump(),
+        }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], optimizer: bool, where: str) -> None:
-        """Fills the engine from a checkpoint.
+        """Fills the engine from a checkpoint, whatever the forms of the optimizer state it was written with.
 
         Args:
             tensors: as `tensors()` names them, on the CPU.
@@ -171,8 +187,10 @@ class NativeEngine:
         Raises:
             InputError: a tensor is missing or has another shape.
         """
-        for name, target in self.tensors().items():
-            if name.startswith("rng/") or (not optimizer and not name.startswith("model/")):
+        wanted, updates = self.tensors(), int(state["updates"])
+        tensors = fit(tensors, wanted, state.get("moments", {}), self.forms, updates)
+        for name, target in wanted.items():
+            if name.startswith("rng/") or (not optimizer and not name.startswith(MASTERS)):
                 continue
             if name.startswith("quant/") and state.get("recipe") != self.recipe.hash:
                 continue  # another recipe's histories mean nothing here; they fill again within a step
@@ -184,7 +202,8 @@ class NativeEngine:
                 )
             target.copy_(tensors[name])
         if optimizer:
-            self.optimizer.updates = int(state["updates"])
+            self.optimizer.updates = updates
+            self.begun = int(state.get("begun", updates))
             torch.set_rng_state(tensors["rng/cpu"])
             if self.ranks.device.startswith("cuda") and "rng/cuda" in tensors:
                 torch.cuda.set_rng_state(tensors["rng/cuda"], self.ranks.device)

@@ -5,7 +5,8 @@ head_dim, V vocabulary. q, k, v are one linear, gate and up another, so that the
 `hf_layout` says which rows of which parameter carry which Hugging Face name.
 
 Parameters are float32 masters. In a bf16 recipe every use rounds the master to bf16 first: activations, residuals and
-what is exported are bf16; norms, softmax and the loss compute in float32.
+what is exported are bf16; norms, softmax and the loss compute in float32. With a split master, matrices are bf16
+parameters and the optimizer keeps what they lack; norms and biases stay float32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ..ops.loss import linear_cross_entropy
 from ..ops.reference.elementwise import rope_tables
 from ..ops.reference.loss import linear_logprob
 from ..precision.recipe import Policy, Recipe
-from .functions import embedding, feed_forward, norm_linear, norm_of_sum, rope_qkv
+from .functions import feed_forward, norm_linear, norm_of_sum, rope_qkv
+from .gradients import embedding, keep_bf16, receiver
 from .linear import Linear, Operands
 
 
@@ -49,13 +51,14 @@ class Block(nn.Module):
 
         def linear(role: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
             policy = recipe.policy_for(f"layers.{index}.{role}", role, index, shape.layers)
-            return Linear(inputs, outputs, bias, operands_of(recipe, policy), dtype)
+            return Linear(inputs, outputs, bias, operands_of(recipe, policy), dtype, weight_dtype(recipe))
 
         self.norm1 = nn.Parameter(torch.ones(shape.hidden))
         self.qkv = linear("qkv", shape.hidden, q + 2 * kv, bias=True)
         self.o = linear("o", q, shape.hidden)
         self.norm2 = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = linear("gate_up", shape.hidden, 2 * shape.ffn)
+        self.gate_up.saved_output = recipe.spec(recipe.save.gate_up)
         self.down = linear("down", shape.ffn, shape.hidden)
 
     def attend(
@@ -106,14 +109,19 @@ class Decoder(nn.Module):
         self.shape, self.recipe, self.recompute = shape, recipe, recompute
         self.dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
         with torch.device(device):
-            self.embed = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+            self.embed = nn.Parameter(torch.empty(shape.vocab, shape.hidden, dtype=weight_dtype(recipe)))
             self.layers = nn.ModuleList(Block(shape, recipe, i, self.dtype) for i in range(shape.layers))
             self.norm = nn.Parameter(torch.ones(shape.hidden))
-            self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+            self.head = None if shape.tied else nn.Parameter(torch.empty_like(self.embed))
             linears = [layer for _, layer in self.linears()]
             self.nonfinite_values = torch.zeros(len(linears), dtype=torch.int64)  # of each linear; read as one tensor
         for layer, counter in zip(linears, self.nonfinite_values, strict=True):
             layer.nonfinite_values = counter
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2 and recipe.optimizer.main_grad == "bf16":
+                keep_bf16(name, parameter)
+            elif parameter.dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
 
     def hidden(self, batch: Batch) -> Tensor:
         """Final normed hidden states, [T, D] in the compute dtype."""
@@ -136,14 +144,14 @@ class Decoder(nn.Module):
         weight = self._head_weight()
         hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
         ledger.add("head", hidden, head, "torch")
-        return linear_logprob(hidden, weight, head, batch.targets_T)
+        return linear_logprob(hidden, receiver(weight), head, batch.targets_T)
 
     def loss(self, batch: Batch, weights_T: Tensor) -> tuple[Tensor, Tensor]:
         """-sum(weights * log p(target)), for training; and the log-probabilities, float32 [T], without gradient."""
         weight = self._head_weight()
         hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
         ledger.add("head", hidden, head, "torch")
-        return linear_cross_entropy(hidden, weight, head, batch.targets_T, weights_T)
+        return linear_cross_entropy(hidden, receiver(weight), head, batch.targets_T, weights_T)
 
     def _head_weight(self) -> nn.Parameter:
         return self.embed if self.head is None else self.head
@@ -196,9 +204,14 @@ class Decoder(nn.Module):
         return layout
 
     def hf_views(self) -> dict[str, Tensor]:
-        """Hugging Face name -> float32 view of the master weight."""
+        """Hugging Face name -> view of the weight: float32 master, or bf16 where masters are split."""
         parameters = dict(self.named_parameters())
         return {name: parameters[r.parameter].detach()[r.start : r.stop] for name, r in self.hf_layout().items()}
+
+
+def weight_dtype(recipe: Recipe) -> torch.dtype:
+    """What matrices of the model are kept in: bfloat16 when the optimizer splits its masters."""
+    return torch.bfloat16 if recipe.optimizer.master == "split" else torch.float32
 
 
 def operands_of(recipe: Recipe, policy: Policy) -> Operands:

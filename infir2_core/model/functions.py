@@ -1,4 +1,4 @@
-"""The parts of the model whose backward passes are written out: embedding, norm + linear, the whole feed-forward half.
+"""The two stretches of a block whose backward passes are written out: norm + linear, and the whole feed-forward half.
 
 Written out, because quantisation belongs to the op that makes a tensor: the gradient of gate_up is never stored in bf16
 when both GEMMs that read it want codes, which autograd between the two ops could not know.
@@ -13,39 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..ops import fused
 from ..ops.reference.elementwise import rope
-from .linear import Linear, accumulate, pack, unpack
+from .gradients import accumulate
+from .linear import Linear, dequantized, pack, unpack
 
 Pair = tuple[Tensor, Tensor]
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        ctx.weight = weight
-        ctx.save_for_backward(tokens)
-        return F.embedding(tokens, weight).to(dtype)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        (tokens,), weight = ctx.saved_tensors, ctx.weight
-        if weight.requires_grad:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            # Into the rows that were used; a tied head has left its gradient there already.
-            weight.grad.index_add_(0, tokens, grads[0].to(weight.grad.dtype))
-        return None, None, None
-
-
-def embedding(tokens_T: Tensor, weight_VD: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight in `dtype`, [T, D]."""
-    return _Embedding.apply(tokens_T, weight_VD, dtype)  # type: ignore[no-any-return]
 
 
 class _NormLinear(torch.autograd.Function):
@@ -172,7 +148,8 @@ class _FeedForward(torch.autograd.Function):
         if training:
             ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
             ctx.meta, saved = pack(normed.col_operand())
-            ctx.save_for_backward(total, rstd, gate_up_T2F, *saved)
+            ctx.kept, (gate_up_T2F, *scales) = pack(gate_up.kept_output(gate_up_T2F))
+            ctx.save_for_backward(total, rstd, gate_up_T2F, *scales, *saved)
         return total, down.fprop(product.row_operand(), training)
 
     @staticmethod
@@ -180,8 +157,10 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate_up: Linear = ctx.gate_up
         down: Linear = ctx.down
-        total, rstd, gate_up_T2F, *saved = ctx.saved_tensors
+        total, rstd, *saved = ctx.saved_tensors
         residual, grad = grads[0].contiguous(), grads[1].contiguous()
+        kept, saved = (saved[:1], saved[1:]) if ctx.kept is None else (saved[:2], saved[2:])
+        gate_up_T2F = dequantized(unpack(ctx.kept, tuple(kept)), grad.dtype)
         g = fused.make(grad, down.wanted("g"))
         grad_product = down.dgrad(g)
         again = down.wanted("x", row=False, counted=down.operands.fprop_x is None)

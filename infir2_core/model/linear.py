@@ -3,9 +3,10 @@
     fprop  y = Q(x) . Q(w)^T     dgrad  dx = Q(g) . Q(w)     wgrad  dw = Q(g)^T . Q(x)
 
 The weight is kept as a float32 master; what is quantised is that master rounded to the compute dtype, the same bf16
-numbers that are exported. Its codes are made once per optimizer step. For backward the layer keeps the wgrad copy of
-its input, made in the forward from the same bf16 source: codes and scales, never the bf16 input itself, when the
-policy quantises it. (The down projection of a feed-forward half keeps nothing: functions.py rebuilds its input.)
+numbers that are exported. (With a split master the weight is those bf16 numbers, the optimizer has the rest.) Its codes
+are made once per optimizer step. For backward the layer keeps the wgrad copy of its input, made in the forward from the
+same bf16 source: codes and scales, never the bf16 input itself, when the policy quantises it. (The down projection of a
+feed-forward half keeps nothing: functions.py rebuilds its input.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..ops.fused import Made, Wanted, make
 from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
 from ..precision.spec import QSpec, QuantPlan
+from .gradients import accumulate
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,25 @@ Watch = Callable[[str, Tensor, bool], Tensor | None]
 
 
 class Linear(nn.Module):
-    """y = x . w^T + b with w float32 [out, in] and b float32 [out] or None, computed in `dtype`."""
+    """y = x . w^T + b with w [out, in] in `kept` and b float32 [out] or None, computed in `dtype`.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, operands: Operands, dtype: torch.dtype) -> None:
+    `saved_output` is how a function that needs y in its backward keeps it: None for as it is.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        operands: Operands,
+        dtype: torch.dtype,
+        kept: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=kept))
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
         self.operands, self.dtype = operands, dtype
+        self.saved_output: QSpec | None = None
         self.quant_state: dict[str, State] = {}
         self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self._cached: tuple[int, Operand, Operand] | None = None
@@ -129,6 +143,12 @@ class Linear(nn.Module):
             tensor = tensor if replaced is None else replaced
         return tensor
 
+    def kept_output(self, y: Tensor) -> Operand:
+        """y as a backward that needs it keeps it: `saved_output` codes, or itself."""
+        if self.saved_output is None:
+            return y
+        return make(y, Wanted(QuantPlan(row=self.saved_output), False, None, self.nonfinite_values)).row_operand()
+
     def drop_codes(self) -> None:
         """Forgets the weight's codes: the master was changed by something that does not bump its version counter."""
         self._cached = None
@@ -162,22 +182,11 @@ class _LinearFunction(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
-def dequantized(operand: Operand) -> Tensor:
-    """Values of an operand, quantised or not."""
-    return operand.dequantize() if isinstance(operand, QTensor) else operand
-
-
-def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Adds to the parameter's gradient, unless it is frozen; the first one is taken as it is.
-
-    Autograd would do the same with what a backward returns, but copies a first gradient that Python still refers to.
-    """
-    if not parameter.requires_grad:
-        return
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad.add_(grad)
+def dequantized(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of an operand: of codes in `dtype`, rounded once; of a tensor as they are."""
+    if not isinstance(operand, QTensor):
+        return operand
+    return operand.dequantize(dtype) if operand.exact_in_bf16 else operand.dequantize().to(dtype)
 
 
 def pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:

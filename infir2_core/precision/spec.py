@@ -97,8 +97,8 @@ def parse_format(name: str) -> Format:
 
 
 class Transform(Data):
-    """A change of basis before quantisation: `hadamard` (of `size` along `axis`), `power` (COAT), `smooth`,
-    `logmap`.
+    """A change of basis before quantisation: `hadamard` (of `size` along `axis`), `power` (the magnitude to `exponent`;
+    without one, to an exponent that each block chooses: COAT), `smooth`, `logmap`.
     """
 
     kind: Literal["hadamard", "power", "smooth", "logmap"]
@@ -106,6 +106,7 @@ class Transform(Data):
     axis: Literal["contraction", "token", "block"] = "contraction"
     sign: Literal["none", "fixed", "per_step"] = "none"
     undo: Literal["cancels", "post_gemm", "on_read"] = "cancels"
+    exponent: float | None = Field(None, gt=0)
 
 
 Block = Literal["tensor", "row"] | tuple[int, int]
@@ -155,6 +156,11 @@ class QSpec(Data):
     def stateful(self) -> bool:
         """Whether quantising needs a state that outlives the step (the amax history of delayed scaling)."""
         return self.amax == "delayed"
+
+    @property
+    def root(self) -> bool:
+        """Whether the square root is what is stored, and squared on read."""
+        return any(t.kind == "power" and t.exponent == 0.5 and t.undo == "on_read" for t in self.transforms)
 
     @property
     def transposes(self) -> bool:

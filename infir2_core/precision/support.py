@@ -36,14 +36,15 @@ def missing_pieces(recipe: Recipe) -> list[str]:
     found += [
         f"layer rule '{rule.match}' (needs calibration)" for rule in recipe.layers if rule.match.startswith("spike:")
     ]
-    for key in ("m", "v", "master", "main_grad"):
-        if (value := getattr(recipe.optimizer, key)) != "fp32":
-            found.append(f"optimizer.{key} = {value}")
+    found += _optimizer(recipe)
     if recipe.optimizer.feedback != "none":
         found.append(f"optimizer.feedback = {recipe.optimizer.feedback}")
     if recipe.save.linear_input != "codes":
         found.append(f"save.linear_input = {recipe.save.linear_input}")
-    found += [f"save.{k} = {v}" for k in ("norm_input", "gate_up") if (v := getattr(recipe.save, k)) != "bf16"]
+    if recipe.save.norm_input != "bf16":
+        found.append(f"save.norm_input = {recipe.save.norm_input}")
+    if recipe.save.gate_up != "bf16":
+        found += _saved(recipe, "gate_up", recipe.save.gate_up)
     if recipe.comm.param_gather not in ("bf16", "fp32") or recipe.comm.grad_reduce != "fp32":
         found.append(f"comm = {recipe.comm.param_gather}, {recipe.comm.grad_reduce}")
     if recipe.phases:
@@ -68,6 +69,54 @@ def block_scaled(recipe: Recipe) -> bool:
         if any(spec is not None and spec.block != (1, 128) for spec in rows):
             return False
     return True
+
+
+def _optimizer(recipe: Recipe) -> list[str]:
+    """What ops/reference/moments.py and model/gradients.py do not hold."""
+    found = []
+    for key in ("m", "v"):
+        name = getattr(recipe.optimizer, key)
+        if name in ("fp32", "bf16"):
+            continue
+        if (spec := recipe.specs.get(name)) is None:
+            found.append(f"optimizer.{key} = {name}")
+        else:
+            found += [f"optimizer.{key} in {piece}" for piece in _moment(spec, positive=key == "v")]
+    if recipe.optimizer.master not in ("fp32", "split"):
+        found.append(f"optimizer.master = {recipe.optimizer.master}")
+    if recipe.optimizer.master == "split" and recipe.compute != "bf16":
+        found.append(f"a split master in a recipe that computes in {recipe.compute}")
+    if recipe.optimizer.main_grad not in ("fp32", "bf16"):
+        found.append(f"optimizer.main_grad = {recipe.optimizer.main_grad}")
+    return found
+
+
+def _moment(spec: QSpec, positive: bool) -> list[str]:
+    out = []
+    if spec.format != "e4m3":
+        out.append(f"format {spec.format}")
+    if spec.block != (1, 128):
+        out.append(f"blocks of {spec.block}")
+    if spec.scale != "fp32" or spec.headroom != 1.0:
+        out.append(f"scale {spec.scale}")
+    if spec.amax != "current":
+        out.append(f"amax {spec.amax}")
+    if spec.rounding != "stochastic":
+        out.append(f"{spec.rounding} rounding")
+    if spec.transforms and not (positive and spec.root and len(spec.transforms) == 1):
+        out += [f"transform {t.kind}" + (f" {t.exponent}" if t.exponent else "") for t in spec.transforms]
+    return out
+
+
+def _saved(recipe: Recipe, key: str, name: str) -> list[str]:
+    """Whether backward can keep a tensor in codes of this spec: blocks of its rows, from the tensor alone."""
+    spec = recipe.specs.get(name)
+    if spec is None:
+        return [f"save.{key} = {name}"]
+    rows = spec.block == "row" or (not isinstance(spec.block, str) and spec.block[0] == 1)
+    if _spec(spec) or not rows or spec.amax != "current":
+        return [f"save.{key} in {spec.label()}"]
+    return []
 
 
 def _spec(spec: QSpec) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 from ..config.schema import RunConfig
 from ..data.batch import Batch, rows_to_batch
 from ..data.corpus import Corpus, open_corpus
-from ..engines.native import NativeEngine, PendingStep, StepResult
+from ..engines.native import MASTERS, NativeEngine, PendingStep, StepResult
 from ..engines.ranks import Ranks
 from ..errors import DivergedError, InputError, MachineError
 from ..model.hf import load_hf
@@ -198,7 +198,7 @@ class Run:
         else:
             path = Path(source.path)
             names = read_manifest(path)["tensors"]
-            wanted = {n: None for n in names if source.optimizer or n.startswith("model/")}
+            wanted = {n: None for n in names if source.optimizer or n.startswith(MASTERS)}
             loaded = CheckpointStore(path.parent).load(path, wanted)
             self.engine.load(loaded.tensors, loaded.state["engine"], source.optimizer, str(path))
             if source.optimizer:
