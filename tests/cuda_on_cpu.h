@@ -30,6 +30,9 @@ inline float __uint_as_float(u32 x) { return bits<float>(x); }
 inline float __int_as_float(int x) { return bits<float>(x); }
 inline u32 __float_as_uint(float x) { return bits<u32>(x); }
 inline int __float_as_int(float x) { return bits<int>(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -78,7 +81,7 @@ struct Fiber { ucontext_t context; std::vector<char> stack; Waits waits; };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static u32 exchanged[2][32];
-static int turn[1024];
+static int exchanges[1024];
 inline void wait_for(Waits what) {
     Fiber& me = fibers[threadIdx.x];
     me.waits = what;
@@ -86,7 +89,7 @@ inline void wait_for(Waits what) {
 }
 inline void __syncthreads() { wait_for(BLOCK); }
 inline u32 exchange(u32 value, int from) {  // two buffers in turn: nobody overwrites what another has yet to read
-    u32* buffer = exchanged[turn[threadIdx.x]++ & 1];
+    u32* buffer = exchanged[exchanges[threadIdx.x]++ & 1];
     buffer[threadIdx.x % 32] = value;
     wait_for(WARP);
     return buffer[from];
@@ -96,7 +99,7 @@ inline float __shfl_xor_sync(u32, float value, int step) {
     return bits<float>(exchange(bits<u32>(value), (threadIdx.x ^ step) % 32));
 }
 inline bool __any_sync(u32, bool value) {
-    u32* buffer = exchanged[turn[threadIdx.x]++ & 1];
+    u32* buffer = exchanged[exchanges[threadIdx.x]++ & 1];
     buffer[threadIdx.x % 32] = value;
     wait_for(WARP);
     for (int i = 0; i < 32; ++i) if (buffer[i]) return true;

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from infir2_core.ops.hopper.cuda import SOURCES, Argument, packed
+from infir2_core.ops.hopper import cuda
+from infir2_core.ops.hopper.cuda import Argument, packed
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -37,7 +38,7 @@ extern "C" void run(int grid, int block, Arguments* arguments) {{
             f.context.uc_stack.ss_sp = f.stack.data();
             f.context.uc_stack.ss_size = f.stack.size();
             f.waits = NOBODY;
-            turn[i] = 0;
+            exchanges[i] = 0;
             makecontext(&f.context, enter, 0);
         }}
         for (bool running = true; running;) {{
@@ -81,7 +82,7 @@ def _folder() -> Path:
 
 @cache
 def _library(file: str, defines: tuple[tuple[str, int], ...], shared: int) -> ctypes.CDLL:
-    text = "".join((SOURCES / part).read_text() for part in ("codes.cuh", file))
+    text = cuda.source(file, without="ptx.cuh")
     kernel = f"infir2_{Path(file).stem}"
     declared = re.search(rf"\b{kernel}\((.*?)\)\s*{{", text, re.DOTALL)
     assert declared

@@ -104,10 +104,10 @@ class NativeEngine:
         )
         nonfinite = self.model.nonfinite_values.sum()
         self.ranks.sum([nonfinite])
+        self.model.nonfinite_values.zero_()  # before the optimizer counts what it quantises for the next step
         # A quantiser turns an infinity into its largest value, so the gradient alone would not show it.
-        norm, skipped = self.optimizer.step(lr, poisoned=nonfinite > 0)
-        self.model.end_step()
-        self.model.nonfinite_values.zero_()
+        norm, skipped = self.optimizer.step(lr, nonfinite > 0, self.model.refillable())
+        self.model.end_step(self.optimizer.refilled)
         mark("optimizer")
         return self._on_its_way(loss, norm, skipped, nonfinite)
 

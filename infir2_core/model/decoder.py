@@ -12,7 +12,7 @@ parameters and the optimizer keeps what they lack; norms and biases stay float32
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from ..ops.dispatch import ledger
 from ..ops.loss import linear_cross_entropy
 from ..ops.reference.elementwise import rope_tables
 from ..ops.reference.loss import linear_logprob
+from ..ops.update import Prepared
 from ..precision.recipe import Policy, Recipe
 from .functions import feed_forward, norm_linear, norm_of_sum, rope_qkv
 from .gradients import embedding, keep_bf16, receiver
@@ -162,10 +163,18 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 yield name, module
 
-    def end_step(self) -> None:
-        """To be called after each optimizer step: quantiser histories move on."""
-        for _, layer in self.linears():
-            layer.end_step()
+    def refillable(self) -> dict[str, Prepared]:
+        """Parameter name -> prepared weight that an optimizer may overwrite together with its master."""
+        found = {f"{name}.weight": layer.refillable() for name, layer in self.linears()}
+        return {name: prepared for name, prepared in found.items() if prepared is not None}
+
+    def end_step(self, refilled: Collection[str] = ()) -> None:
+        """To be called after each optimizer step: quantiser histories move on.
+
+        `refilled` names parameters whose prepared weight was overwritten.
+        """
+        for name, layer in self.linears():
+            layer.end_step(f"{name}.weight" in refilled)
 
     @torch.no_grad()
     def initialise(self, std: float, seed: int) -> None:

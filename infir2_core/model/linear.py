@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..ops.dispatch import matmul
+from ..ops.dispatch import matmul, transposed
 from ..ops.fused import Made, Wanted, make
 from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
+from ..ops.update import Prepared
 from ..precision.spec import QSpec, QuantPlan
 from .gradients import accumulate
 
@@ -74,7 +75,7 @@ class Linear(nn.Module):
         self.saved_output: QSpec | None = None
         self.quant_state: dict[str, State] = {}
         self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
-        self._cached: tuple[int, Operand, Operand] | None = None
+        self._cached: tuple[int, Operand, Operand | None] | None = None
         self.watches: list[Watch] = []
         for tensor, (row, col) in operands.pairs().items():
             stateful = next((s for s in (row, col) if s is not None and s.stateful), None)
@@ -86,15 +87,36 @@ class Linear(nn.Module):
         training = torch.is_grad_enabled()  # asked here: inside a Function's forward it is always off
         return _LinearFunction.apply(x, self.weight, self.bias, self, training)  # type: ignore[no-any-return]
 
-    def prepared_weight(self) -> tuple[Operand, Operand]:
-        """The weight for fprop [out, in] and for dgrad [in, out], quantised again only when the master has changed."""
+    def fprop_weight(self) -> Operand:
+        """The weight [out, in] for fprop, quantised again only when the master has changed."""
+        return self._prepared()[1]
+
+    def dgrad_weight(self) -> Operand:
+        """The weight [in, out] for dgrad: turned from fprop's codes where both are of the same square blocks."""
+        _, row, col = self._prepared()
+        if col is not None:
+            return col
+        return transposed(row) if isinstance(row, QTensor) else row.T
+
+    def _prepared(self) -> tuple[int, Operand, Operand | None]:
         version = self.weight._version
         if self._cached is None or self._cached[0] != version:
+            fprop, dgrad = self.operands.pairs()["w"]
+            same = fprop == dgrad and (fprop is None or fprop.transposes)
             with torch.no_grad():
                 source = self.weight.detach().to(self.dtype)
-                made = make(source, self.wanted("w"))
-                self._cached = (version, made.row_operand(), made.col_operand())
-        return self._cached[1], self._cached[2]
+                made = make(source, self.wanted("w", col=not same))
+                self._cached = (version, made.row_operand(), None if same else made.col_operand())
+        return self._cached
+
+    def refillable(self) -> Prepared | None:
+        """The prepared weight that an optimizer may overwrite with that of its new one; None: there is none.
+
+        Only one that serves fprop and dgrad both, of the current master.
+        """
+        if self._cached is None or self._cached[0] != self.weight._version or self._cached[2] is not None:
+            return None
+        return Prepared(self._cached[1], self.nonfinite_values)
 
     def wanted(
         self, tensor: str, row: bool = True, col: bool = True, training: bool = True, counted: bool = True
@@ -116,13 +138,13 @@ class Linear(nn.Module):
     def fprop(self, x: Operand, training: bool) -> Tensor:
         """x . w^T + b for the row operand of x."""
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
-        return self._watched("output", matmul("fprop", x, self.prepared_weight()[0], self.dtype, bias), training)
+        return self._watched("output", matmul("fprop", x, self.fprop_weight(), self.dtype, bias), training)
 
     def dgrad(self, g: Made) -> Tensor:
         """Gradient of x."""
         if self.watches:
             self._watched("gradient", g.plain if g.plain is not None else dequantized(g.row_operand()))
-        return self._watched("input gradient", matmul("dgrad", g.row_operand(), self.prepared_weight()[1], self.dtype))
+        return self._watched("input gradient", matmul("dgrad", g.row_operand(), self.dgrad_weight(), self.dtype))
 
     def wgrad(self, g: Made, x: Operand, grad: Tensor) -> None:
         """Adds the weight's gradient, float32 [out, in], and the bias's, float32 [out], unless they are frozen.
@@ -153,9 +175,10 @@ class Linear(nn.Module):
         """Forgets the weight's codes: the master was changed by something that does not bump its version counter."""
         self._cached = None
 
-    def end_step(self) -> None:
-        """Ends an optimizer step: the weight's codes are stale, delayed-scaling histories move on."""
-        self.drop_codes()  # fused optimizers do not bump the version counter
+    def end_step(self, refilled: bool = False) -> None:
+        """Ends an optimizer step: the weight's codes are stale unless `refilled`, delayed-scaling histories move on."""
+        if not refilled:
+            self.drop_codes()  # fused optimizers do not bump the version counter
         for tensor, state in self.quant_state.items():
             spec = next(s for s in self.operands.pairs()[tensor] if s is not None and s.stateful)
             advance_state(state, spec)

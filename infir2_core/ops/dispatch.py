@@ -81,6 +81,16 @@ def quantize(x: Tensor, plan: QuantPlan, state: State | None = None, nonfinite: 
     return Quantized(made.row, made.col, nonfinite)
 
 
+def transposed(q: QTensor) -> QTensor:
+    """The column copy of a matrix in square blocks from its row copy: the same codes, and scales of the same blocks."""
+    if fast(q.data):
+        from .hopper import gemm, weights
+
+        if gemm.laid_out(q):
+            return weights.transposed(q)
+    return q.transpose()
+
+
 def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """A . B^T (+ bias) by the fastest implementation that fits; arguments as `reference.matmul`.
 

@@ -1,22 +1,25 @@
 """AdamW with decoupled weight decay, clip by global norm, and the finiteness check, on the device.
 
-Parameters whose state is all float32 are updated by torch's fused AdamW: p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps).
+Vectors, and matrices whose state is all float32, are updated by torch's fused AdamW:
+p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps).
 Clipping goes in as its gradient scale and a non-finite gradient as its `found_inf`, so that neither needs an answer on
-the host before the step. Matrices with state in fewer bits are updated by ops/reference/adam.py under the same rules.
+the host before the step. Matrices with state in fewer bits are updated by ops/reference/adam.py under the same rules,
+and on Hopper all matrices by a kernel that also prepares the new weight for the GEMMs (ops/update.py).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..config.schema import CptSettings
-from ..ops.reference.adam import Moment, Slot, Step, adam_
+from ..ops.reference.adam import Moment, Slot, Step
 from ..ops.reference.moments import fits
+from ..ops.update import Prepared, has_kernel, update_
 from ..precision.recipe import Recipe
 from ..precision.spec import QSpec
 
@@ -51,6 +54,7 @@ class AdamW:
     Attributes:
         parameters: name -> parameter, in a fixed order.
         slots: name -> parameter and state, of those that torch's AdamW does not update.
+        refilled: names whose prepared weight the last step overwrote.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class AdamW:
         self.settings, self.clip = settings, settings.clip
         self.slots: dict[str, Slot] = {}
         for name, parameter in self.parameters.items() if state else ():
-            if forms.narrow(parameter):
+            if forms.narrow(parameter) or has_kernel(parameter):
                 self.slots[name] = _slot(name, parameter, forms)
         fused = [p for name, p in self.parameters.items() if name not in self.slots]
         decayed = [p for p in fused if p.dim() > 1]
@@ -81,14 +85,18 @@ class AdamW:
             }
         device = next(iter(self.parameters.values())).device
         self._done = torch.zeros((), dtype=torch.int64, device=device)  # updates, skipped steps not counted
+        self.refilled: set[str] = set()
 
     @torch.no_grad()
-    def step(self, lr: float, poisoned: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, lr: float, poisoned: Tensor | None = None, prepared: Mapping[str, Prepared] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One update with the gradients in `.grad` (already averaged), which are then cleared.
 
         Args:
             lr: learning rate of this step.
             poisoned: bool scalar on the device: skip although the gradient is finite.
+            prepared: parameter name -> its old form for GEMMs, overwritten where a kernel can; `refilled` names those.
 
         Returns:
             Global gradient norm before clipping, and whether the step was skipped because it was not finite: scalars on
@@ -107,13 +115,14 @@ class AdamW:
             group["lr"] = lr
         if self._adam.state:
             self._adam.step()
+        self.refilled.clear()
         if self.slots:
-            self._update(lr, scale, skipped.bool())
+            self._update(lr, scale, skipped.bool(), prepared or {})
         for parameter in self.parameters.values():
             parameter.grad = None
         return norm, skipped
 
-    def _update(self, lr: float, scale: Tensor, skipped: Tensor) -> None:
+    def _update(self, lr: float, scale: Tensor, skipped: Tensor, prepared: Mapping[str, Prepared]) -> None:
         """The slots' part of a step."""
         s = self.settings
         number = self._done + 1
@@ -121,9 +130,11 @@ class AdamW:
         size, root = lr / (1 - s.beta1**t), (1 - s.beta2**t).sqrt()
         keep = 1 - lr * s.weight_decay
         step = Step(s.beta1, s.beta2, s.eps, keep, size.float(), root.float(), scale, skipped, number)
-        for slot, grad in ((slot, self.parameters[name].grad) for name, slot in self.slots.items()):
-            if grad is not None:
-                adam_(slot, grad, step)
+        scalars = torch.stack([step.size, step.root, scale, skipped.float()])
+        for name, slot in self.slots.items():
+            grad = self.parameters[name].grad
+            if grad is not None and update_(slot, grad, step, scalars, prepared.get(name)):
+                self.refilled.add(name)
         self._done += (~skipped).long()
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:

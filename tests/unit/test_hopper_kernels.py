@@ -15,18 +15,20 @@ import pytest
 import torch
 
 from infir2_core.ops import dispatch, fused
+from infir2_core.ops.reference import adam
 from infir2_core.ops.reference import elementwise as plainly
 from infir2_core.ops.reference.elementwise import rope, rope_tables
 from infir2_core.ops.reference.loss import softmax_gradient_
+from infir2_core.ops.reference.moments import split
 from infir2_core.ops.reference.quantize import QTensor, quantize
 from infir2_core.precision.recipe import load_recipe
-from infir2_core.precision.spec import QSpec, QuantPlan
+from infir2_core.precision.spec import QSpec, QuantPlan, Transform
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if HOPPER else "cpu"
 
-from infir2_core.ops.hopper import copies, elementwise, rope_heads  # noqa: E402
+from infir2_core.ops.hopper import copies, elementwise, rope_heads, weights  # noqa: E402
 from infir2_core.ops.hopper import loss as hopper_loss  # noqa: E402
 from infir2_core.ops.hopper import quantize as hopper  # noqa: E402
 
@@ -58,6 +60,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             pytest.skip("no g++ to compile the CUDA kernels for the CPU")
         monkeypatch.setattr(interpreter, "_convert_float", convert)
         monkeypatch.setattr(hopper, "launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(weights, "launch", cuda_on_cpu.launch)
     with np.errstate(all="ignore"):
         yield
 
@@ -312,3 +315,62 @@ def test_softmax_gradient_in_place(vocab: int) -> None:
 def test_tile_is_the_block_of_the_recipe() -> None:
     specs = [load_recipe("infir2").spec(name) for name in ("tile", "square")]
     assert [spec.block for spec in specs if spec] == [(1, copies.TILE), (copies.TILE, copies.TILE)]
+
+
+def test_column_copies_of_square_blocks_are_turned() -> None:
+    plan = QuantPlan(row=SQUARE, col=SQUARE)
+    made = hopper.quantize(normal(256, 640, 31), plan, counter())
+    assert made.row is not None and made.col is not None
+    turned = weights.transposed(made.row)
+    same(turned, made.col)
+    assert turned.scale.stride() == made.col.scale.stride()
+
+
+MEAN = QSpec(format="e4m3", block=(1, 128), scale="fp32", rounding="stochastic")
+VARIANCE = MEAN.model_copy(update={"transforms": (Transform(kind="power", exponent=0.5, undo="on_read"),)})
+
+
+def adam_slot(m: str | QSpec, v: str | QSpec, split_master: bool, device: str) -> adam.Slot:
+    weight = normal(128, 256, 40).cpu().float() * (1 + 1e-3 * normal(128, 256, 41).cpu().float())
+    weight[0, 0], weight[5, 128:] = 0, 1e-30
+    weight, rest = split(weight) if split_master else (weight, None)
+    weight = weight.to(device)
+    moments = [adam.Moment.zeros(weight, form, salt) for form, salt in ((m, 7), (v, 8))]
+    return adam.Slot(weight, None if rest is None else rest.to(device), *moments)
+
+
+@pytest.mark.parametrize("split_master", [False, True], ids=["wide", "split"])
+@pytest.mark.parametrize("m,v", [("fp32", "fp32"), ("bf16", "bf16"), (MEAN, VARIANCE), (MEAN, MEAN)])
+def test_adamw_equals_the_reference_bit_for_bit(m: str | QSpec, v: str | QSpec, split_master: bool) -> None:
+    """Masters, remainders, moments and the new weight's codes, over steps of which one is skipped."""
+    ours, theirs = adam_slot(m, v, split_master, DEVICE), adam_slot(m, v, split_master, "cpu")
+    prepared = hopper.quantize(ours.weight.bfloat16(), QuantPlan(row=SQUARE), counter()).row
+    assert prepared is not None
+    for t in range(1, 5):
+        grad = normal(128, 256, 50 + t).cpu() * 1e-3
+        grad[7, :128] = 0
+        grad = grad if split_master else grad.float()
+        scalars = [torch.tensor(x) for x in (1e-2 / (1 - 0.9**t), (1 - 0.95**t) ** 0.5, 1.5, float(t == 3))]
+        for slot, device in ((ours, DEVICE), (theirs, "cpu")):
+            size, root, divisor, skipped = (x.float().to(device) for x in scalars)
+            step = adam.Step(0.9, 0.95, 1e-8, 0.999, size, root, divisor, skipped.bool(), torch.tensor(t).to(device))
+            if slot is ours:
+                packed = torch.stack([size, root, divisor, skipped])
+                weights.adam_(slot, grad.to(device), step, packed, prepared, counter())
+            else:
+                adam.adam_(slot, grad, step)
+        pairs = [(ours.weight, theirs.weight), (ours.m.data, theirs.m.data), (ours.v.data, theirs.v.data)]
+        pairs += [(a.scale, b.scale) for a, b in ((ours.m, theirs.m), (ours.v, theirs.v)) if b.scale is not None]
+        pairs += [(ours.remainder, theirs.remainder)] if theirs.remainder is not None else []
+        for a, b in pairs:
+            assert a is not None and b is not None
+            assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), t
+        same(prepared, quantize(theirs.weight.bfloat16(), QuantPlan(row=SQUARE)).row)
+
+
+def test_adamw_leaves_the_weight_in_bf16_for_recipes_that_want_it() -> None:
+    slot, copy = adam_slot("fp32", "fp32", False, DEVICE), torch.empty(128, 256, dtype=torch.bfloat16, device=DEVICE)
+    one, zero = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
+    step = adam.Step(0.9, 0.95, 1e-8, 1.0, one, one, one, zero.bool(), one.long())
+    weights.adam_(slot, normal(128, 256, 60).float(), step, torch.stack([one, one, one, zero]), copy, None)
+    assert torch.equal(copy, slot.weight.bfloat16())

@@ -257,17 +257,17 @@ def test_weight_codes_follow_the_master() -> None:
     model = Decoder(WIDE, load_recipe("infir2"))
     model.initialise(0.05, seed=4)
     layer = dict(model.linears())["layers.1.o"]
-    first, _ = layer.prepared_weight()
-    assert layer.prepared_weight()[0] is first, "made once while the master does not change"
+    first = layer.fprop_weight()
+    assert layer.fprop_weight() is first, "made once while the master does not change"
     with torch.no_grad():
         layer.weight.mul_(3.0)
-    assert layer.prepared_weight()[0] is not first
+    assert layer.fprop_weight() is not first
     optimizer = torch.optim.AdamW([layer.weight], lr=0.1, fused=True)
     layer.weight.grad = torch.ones_like(layer.weight)
-    second, _ = layer.prepared_weight()
+    second = layer.fprop_weight()
     optimizer.step()
     model.end_step()
-    assert layer.prepared_weight()[0] is not second
+    assert layer.fprop_weight() is not second
 
 
 def test_elementwise_backwards_equal_autograd() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).parent / "cuda"
-SHARED = ("ptx.cuh", "codes.cuh")
 ARCHITECTURE = "sm_90a"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 1, 2  # keys of cuLaunchKernel's `extra`
@@ -91,9 +91,10 @@ def _function(file: str, defines: tuple[tuple[str, int], ...], shared: int, inde
 
 
 @cache
-def source(file: str) -> str:
-    """The text of a kernel, after the functions that all of them share."""
-    return "".join((SOURCES / part).read_text(encoding="utf-8") for part in (*SHARED, file))
+def source(file: str, without: str = "") -> str:
+    """The text of a kernel with what it includes, `without` one of the included files."""
+    text = (SOURCES / file).read_text(encoding="utf-8") if file != without else ""
+    return re.sub(r'^#include "(.+)"\n', lambda found: source(found[1], without), text, flags=re.MULTILINE)
 
 
 def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...]) -> bytes:

@@ -38,7 +38,7 @@ TABLE = Path(__file__).with_name("gemm_table.json")
 
 def supports(a: QTensor, b: QTensor) -> bool:
     """Whether `scaled_matmul` takes these operands: a 1x128, b 1x128 or 128x128, laid out by ops/hopper/copies.py."""
-    if ScalingType is None or not (_laid_out(a) and _laid_out(b)) or a.tile != (1, TILE):
+    if ScalingType is None or not (laid_out(a) and laid_out(b)) or a.tile != (1, TILE):
         return False
     if a.spec.format == b.spec.format == "e5m2":
         return False
@@ -139,7 +139,8 @@ def _deep_gemm() -> ModuleType | None:
     return deep_gemm  # type: ignore[no-any-return]
 
 
-def _laid_out(q: QTensor) -> bool:
+def laid_out(q: QTensor) -> bool:
+    """Whether codes and scales lie as the kernels of this folder lay them."""
     if q.axis != 1 or not q.data.is_contiguous() or q.tile not in ((1, TILE), (TILE, TILE)):
         return False
     rows, contraction = q.data.shape

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...precision.spec import QSpec
-from .moments import BLOCK, decode_moment, encode_moment, fits, join, split
+from .moments import BLOCK, decode_moment, encode_moment, fits, join, split, sqrt
 from .stochastic import key
 
 PIECE = 1 << 24  # elements updated at a time, which bounds the float32 temporaries
@@ -128,7 +128,7 @@ def adam_(slot: Slot, grad: Tensor, step: Step) -> None:
         v = slot.v.read(rows) * step.beta2 + (g * g) * (1 - step.beta2)
         weight, remainder = slot.weight[rows], None if slot.remainder is None else slot.remainder[rows]
         p = weight if remainder is None else join(weight, remainder)
-        p = p * step.keep - (m / (v.sqrt() / step.root + step.eps)) * step.size
+        p = p * step.keep - (m / (sqrt(v) / step.root + step.eps)) * step.size
         if remainder is None:
             _put(weight, p, step.skipped)
         else:

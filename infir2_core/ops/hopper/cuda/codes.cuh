@@ -1,5 +1,7 @@
+#include "ptx.cuh"
 // Pairs of bf16 in a register, scales and codes (reference: ops/reference/codes.py).
 // POW2 (or float32 scales) and E5M2 (or E4M3) are defines.
+struct Copy { u8* codes; float* scale; i64 width; i64 pitch; };  // pitch: distance of scales, ops/hopper/copies.py
 constexpr int TILE = 128;
 constexpr u32 SIGNS = 0x80008000u, INFINITE = 0x7F80u;
 

@@ -1,72 +1,14 @@
-// Quantisation in 128 x 128 blocks: a tile a block of 256 threads, held in registers and staged in shared memory as codes.
-//
-// Both copies of a square block have the same codes and scale, so that the second is a transposition of the first.
-// Defines: ROW, COL (copies wanted), POW2, E5M2.
-struct Copy { u8* codes; float* scale; i64 width; i64 pitch; };
-constexpr int CODE_PITCH = 132;  // bytes of a staged row: a column of words meets all banks
-
-extern "C" __global__ void __launch_bounds__(256, 3) infir2_square(const u16* x, i64 width, Copy row, Copy col, i64* counter) {
+#include "square.cuh"
+// Copies of a bf16 matrix in 128 x 128 blocks, a tile a block of threads.
+extern "C" __global__ void __launch_bounds__(256, 3) infir2_square(
+    const u16* x, i64 width, Copy row, Copy col, i64* counter) {
     __shared__ u32 partial[8];
-    __shared__ __align__(16) u8 staged[TILE * CODE_PITCH];
+    __shared__ __align__(16) u8 staged[COL ? TILE * CODE_PITCH : 16];
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
-    const int lane = threadIdx.x % 16, first = threadIdx.x / 16;  // 16 lanes a row, 16 rows at a time
+    const int lane = threadIdx.x % 16, first = threadIdx.x / 16;
     uint4 y[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
         y[i] = __ldg(reinterpret_cast<const uint4*>(x + (r0 + i * 16 + first) * width + c0 + lane * 8));
-    u32 m = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        m = larger(m, larger(larger(y[i].x & ~SIGNS, y[i].y & ~SIGNS), larger(y[i].z & ~SIGNS, y[i].w & ~SIGNS)));
-    if (top(m) >= INFINITE) {
-        int bad = 0;
-        m = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            m = larger(m, larger(larger(without_nan(y[i].x), without_nan(y[i].y)), larger(without_nan(y[i].z), without_nan(y[i].w))));
-            bad += not_finite(y[i].x) + not_finite(y[i].y) + not_finite(y[i].z) + not_finite(y[i].w);
-        }
-        if (bad) atomicAdd(reinterpret_cast<u64*>(counter), (u64)bad);
-    }
-#pragma unroll
-    for (int step = 16; step; step >>= 1) m = larger(m, __shfl_xor_sync(~0u, m, step));
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = m;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) m = larger(m, partial[i]);
-    float e, d;
-    scales(top(m), e, d);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        uint2 codes;
-        codes.x = codes4(low(y[i].x) * e, high(y[i].x) * e, low(y[i].y) * e, high(y[i].y) * e);
-        codes.y = codes4(low(y[i].z) * e, high(y[i].z) * e, low(y[i].w) * e, high(y[i].w) * e);
-        if (ROW) *reinterpret_cast<uint2*>(row.codes + (r0 + i * 16 + first) * row.width + c0 + lane * 8) = codes;
-        if (COL) {
-            u32* at = reinterpret_cast<u32*>(staged + (i * 16 + first) * CODE_PITCH + lane * 8);
-            at[0] = codes.x;
-            at[1] = codes.y;
-        }
-    }
-    if (ROW && threadIdx.x == 0) row.scale[r0 / TILE * row.pitch + c0 / TILE] = d;
-    if (COL && threadIdx.x == 0) col.scale[c0 / TILE * col.pitch + r0 / TILE] = d;
-    if (!COL) return;
-    __syncthreads();
-    // A thread turns 4 columns x 16 rows: it reads words of four columns and writes 16 codes of each.
-    const int word = threadIdx.x % 32, part = threadIdx.x / 32;
-    u32 in[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) in[i] = *reinterpret_cast<const u32*>(staged + (part * 16 + i) * CODE_PITCH + word * 4);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        u32 out[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const u32 ab = __byte_perm(in[4 * q], in[4 * q + 1], 0x0040 + k * 0x11);
-            const u32 cd = __byte_perm(in[4 * q + 2], in[4 * q + 3], 0x0040 + k * 0x11);
-            out[q] = __byte_perm(ab, cd, 0x5410);
-        }
-        *reinterpret_cast<uint4*>(col.codes + (c0 + word * 4 + k) * col.width + r0 + part * 16) =
-            make_uint4(out[0], out[1], out[2], out[3]);
-    }
+    emit_square(y, r0, c0, row, col, partial, staged, counter);
 }

@@ -1,3 +1,4 @@
+#include "codes.cuh"
 // One-pass quantisation in 1 x 128 blocks: one 128 x 128 tile a block of 256 threads, staged in shared memory as bf16.
 //
 // Phase one goes through the tile by rows: 16 lanes hold a row, 8 elements each. Row maxima are shuffles, row codes
@@ -16,7 +17,6 @@ constexpr int UNROLL = AHEAD;
 constexpr int PITCH = 136;       // bf16 of a staged row: 272 bytes, so that a column meets all banks
 constexpr int CODE_PITCH = 144;  // bytes of a staged column of codes
 
-struct Copy { u8* codes; float* scale; i64 width; i64 pitch; };
 struct Eight { u32 v[4]; };
 
 __device__ __forceinline__ Eight load8(const u16* at) {
