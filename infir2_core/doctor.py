@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import Infir2Error, MachineError
-from .launch.plan import CHECKPOINT_BYTES, STATE_BYTES
+from .launch.plan import checkpoint_bytes, state_bytes
 from .machine import Machine, disk_free
 
 TORCH_MINIMUM = (2, 10)
@@ -136,19 +136,19 @@ def plan_problems(recipe: str, size: str, parameters: int, runs: Path, machine: 
     if machine.megatron_core is None:
         fix = _unless(None, MEGATRON_CORE)
         found.append(MachineError("megatron-core is not installed, and corpora are read through it", "", fix))
-    each = STATE_BYTES[load_recipe(recipe).compute]
+    each = state_bytes(load_recipe(recipe))
     state, room = parameters * each, machine.training_memory
     if state > room:
         whose = "GPU" if machine.gpus else "host"
         found.append(
             MachineError(
                 f"size {size} needs {state / GB:.1f} GB for its training state alone"
-                f" ({parameters / 1e9:.2f} B parameters x {each} bytes); the {whose} has {room / GB:.1f} GB",
+                f" ({parameters / 1e9:.2f} B parameters x {each:g} bytes); the {whose} has {room / GB:.1f} GB",
                 "model.size",
                 "choose a smaller size, or a machine with more memory",
             )
         )
-    saved, free = parameters * CHECKPOINT_BYTES, disk_free(runs)
+    saved, free = parameters * checkpoint_bytes(load_recipe(recipe)), disk_free(runs)
     if saved > free:
         found.append(
             MachineError(

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 from ..config.schema import RunConfig
 from ..precision.recipe import Recipe
+from ..precision.spec import parse_format
 
-# Bytes of one parameter in training, by what the recipe computes in: fp32 master, two fp32 moments, fp32 gradient, and
-# what GEMMs read: nothing more in fp32, bf16, or the row and column copy of FP8 codes, which are as large.
-STATE_BYTES = {"fp32": 4 + 8 + 4, "bf16": 4 + 8 + 4 + 2}
-CHECKPOINT_BYTES = 4 + 8  # of one parameter: fp32 master and two fp32 moments
 HEAD_CHUNK = 5 << 29  # CHUNK_BYTES of ops/loss.py (a test compares them), which would bring torch with it
 
 GIB = 2**30
@@ -37,13 +34,42 @@ class Plan:
         return self.state_bytes + self.activation_bytes
 
 
+def state_bytes(recipe: Recipe) -> float:
+    """Bytes of one parameter of a matrix in training: master, moments, gradient, and what GEMMs read beside the master.
+
+    That is nothing in fp32; bf16, or the row and column copy of FP8 codes, which are as large; with a split master
+    (whose two halves are 4 bytes) an unquantised GEMM reads the bf16 half itself.
+    """
+    split = recipe.optimizer.master == "split"
+    read = 0 if recipe.compute == "fp32" or (split and not recipe.uses_fp8) else 2
+    return 4 + _moment_bytes(recipe) + (2 if recipe.optimizer.main_grad == "bf16" else 4) + read
+
+
+def checkpoint_bytes(recipe: Recipe) -> float:
+    """Bytes of one parameter of a matrix in a checkpoint: master and moments."""
+    return 4 + _moment_bytes(recipe)
+
+
+def _moment_bytes(recipe: Recipe) -> float:
+    return sum(_stored_bytes(recipe, name) for name in (recipe.optimizer.m, recipe.optimizer.v))
+
+
+def _stored_bytes(recipe: Recipe, name: str) -> float:
+    """Bytes of one element in `fp32`, in `bf16`, or in codes of a spec with a float32 scale for each block."""
+    spec = recipe.specs.get(name)
+    if spec is None:
+        return 4 if name == "fp32" else 2
+    elements = 1 << 30 if isinstance(spec.block, str) else spec.block[0] * spec.block[1]
+    return parse_format(spec.format).bits / 8 + 4 / elements
+
+
 def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     """Figures for `config`.
 
-    - state: STATE_BYTES a parameter
-    - activations: what backward keeps of one microbatch, per layer and token (linear inputs are one byte in FP8, the
-      SwiGLU product is rebuilt), with the largest set of temporaries beside it
-    - disk: a checkpoint holds master and moments, and one more than is kept exists while it is written
+    - state: `state_bytes` a parameter
+    - activations: what backward keeps of one microbatch, per layer and token (linear inputs are one byte in FP8, gate
+      and up as `save.gate_up` says, the SwiGLU product is rebuilt), with the largest set of temporaries beside it
+    - disk: `checkpoint_bytes` a parameter, and one checkpoint more than is kept exists while it is written
     """
     cpt, shape = config.cpt, config.model
     tokens = cpt.micro_batch * cpt.seq_len
@@ -51,7 +77,8 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     wide = 2 if recipe.compute == "bf16" else 4
     narrow = 1 if recipe.uses_fp8 else wide
     attend = wide * (shape.hidden + q + 2 * kv + q) + narrow * (shape.hidden + q)
-    feed = wide * (shape.hidden + 2 * shape.ffn) + narrow * shape.hidden
+    gate_up = wide if recipe.save.gate_up == "bf16" else _stored_bytes(recipe, recipe.save.gate_up)
+    feed = wide * shape.hidden + gate_up * 2 * shape.ffn + narrow * shape.hidden
     pair = 2 * wide * shape.hidden  # the residual stream and what is still to be added to it
     kept = {"none": attend + feed, "selective": attend + pair, "full": pair}[cpt.recompute]
     once = (attend + feed) if cpt.recompute == "full" else feed if cpt.recompute == "selective" else 0
@@ -59,14 +86,14 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     # A chunk of logits, and the head's gradient: the sum, the chunk's part, and the copy that backward scales.
     head = min(tokens * shape.vocab * wide, HEAD_CHUNK) + 3 * 4 * shape.vocab * shape.hidden
     milestones = cpt.steps // cpt.keep_every if cpt.keep_every else 0
-    checkpoint = CHECKPOINT_BYTES * shape.parameters
+    checkpoint = round(checkpoint_bytes(recipe) * shape.parameters)
     return Plan(
         parameters=shape.parameters,
         tokens=cpt.steps * cpt.global_batch * cpt.seq_len,
         tokens_per_step=cpt.global_batch * cpt.seq_len,
         flops=float(cpt.steps) * cpt.global_batch * cpt.seq_len * shape.flops_per_token(cpt.seq_len),
-        state_bytes=shape.parameters * STATE_BYTES[recipe.compute],
-        activation_bytes=tokens * (shape.layers * kept + temporaries) + head,
+        state_bytes=round(state_bytes(recipe) * shape.parameters),
+        activation_bytes=round(tokens * (shape.layers * kept + temporaries)) + head,
         checkpoint_bytes=checkpoint,
         peak_disk_bytes=checkpoint * (cpt.keep_last + 1 + milestones),
     )

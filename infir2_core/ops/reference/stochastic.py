@@ -43,20 +43,31 @@ def key(salt: int, *numbers: Word) -> Word:
 
 
 def random_bits(like: Tensor, key: int | Tensor, start: int = 0) -> Tensor:
-    """32 random bits for each element of `like`, int64 in [0, 2**32), of its shape and device.
+    """32 random bits for each element of `like`, as an int32 tensor of its shape and device.
 
     Args:
-        like: any contiguous tensor.
+        like: any contiguous tensor of less than 2**31 elements.
         key: from `key`.
         start: index of its first element within the tensor that is being rounded piece by piece.
     """
-    index = torch.arange(start, start + like.numel(), device=like.device)
-    return mix(index ^ key).view(like.shape)
+    word = key.int() if isinstance(key, Tensor) else _signed(key)
+    x = torch.arange(start, start + like.numel(), dtype=torch.int32, device=like.device)
+    x ^= word  # from here on `mix`, whose shifts fill with zeros
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    return x.view(like.shape)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
 
 
 def uniform(bits: Tensor) -> Tensor:
     """The upper 24 of 32 random bits as a float32 in [0, 1)."""
-    return (bits >> 8).float() * 2.0**-24
+    return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def round_bf16(x: Tensor, key: int | Tensor, start: int = 0) -> Tensor:
@@ -71,7 +82,7 @@ def round_bf16(x: Tensor, key: int | Tensor, start: int = 0) -> Tensor:
         start: as in `random_bits`.
     """
     raw = x.view(torch.int32)
-    noise = (random_bits(x, key, start) >> 16).int()
+    noise = (random_bits(x, key, start) >> 16) & 0xFFFF
     finite = (raw & 0x7F800000) != 0x7F800000
     raw = torch.where(finite, raw + noise, raw)
     return (raw >> 16).to(torch.int16).view(torch.bfloat16)
