@@ -260,13 +260,13 @@ def test_a_loaded_lean_engine_goes_on_with_the_same_bits(recompute: str) -> None
     batches = [[rows_to_batch(rows(WIDE, (30, 30), seed=s)), rows_to_batch(rows(WIDE, (20,), s))] for s in range(6)]
     straight, stopped = (engine("infir2-lean", recompute=recompute) for _ in range(2))
     for batch in batches[:3]:
-        straight.train_step(batch, 1e-3)
-        stopped.train_step(batch, 1e-3)
+        straight.train_step(batch, 1e-3).result()
+        stopped.train_step(batch, 1e-3).result()
     tensors = {name: tensor.clone() for name, tensor in stopped.tensors().items()}
     resumed = engine("infir2-lean", recompute=recompute)
     resumed.load(tensors, copy.deepcopy(stopped.state()), optimizer=True, where="test")
     for batch in batches[3:]:
-        assert straight.train_step(batch, 1e-3) == resumed.train_step(batch, 1e-3)
+        assert straight.train_step(batch, 1e-3).result() == resumed.train_step(batch, 1e-3).result()
     after = resumed.tensors()
     assert all(torch.equal(t.view(torch.uint8), after[n].view(torch.uint8)) for n, t in straight.tensors().items())
 
@@ -276,7 +276,7 @@ def test_recomputation_changes_no_bit() -> None:
     ends = []
     for recompute in ("none", "selective", "full"):
         made = engine("infir2-lean", recompute=recompute)
-        results = [made.train_step(batches, 1e-3) for _ in range(2)]
+        results = [made.train_step(batches, 1e-3).result() for _ in range(2)]
         ends.append((results, made.tensors()))
     for results, tensors in ends[1:]:
         assert [r.loss for r in results] == [r.loss for r in ends[0][0]]
@@ -297,7 +297,7 @@ def test_state_moves_between_recipes_with_exact_masters() -> None:
     batch = [rows_to_batch(rows(WIDE, (30, 30), seed=3))]
     origin, lean, back, bare = engine("infir2"), engine("infir2-lean"), engine("infir2"), engine("infir2-lean")
     for _ in range(3):
-        origin.train_step(batch, 1e-3)
+        origin.train_step(batch, 1e-3).result()
     lean.load(origin.tensors(), origin.state(), optimizer=True, where="test")
     back.load(lean.tensors(), lean.state(), optimizer=True, where="test")
     assert lean.optimizer.updates == back.optimizer.updates == 3
@@ -370,7 +370,7 @@ def test_the_tiny_model_learns_as_with_infir2() -> None:
         losses = []
         for step in range(steps):
             halves = [rows_to_batch(list(text[step, i : i + 2])) for i in (0, 2)]
-            losses.append(made.train_step(halves, 2e-3 * min(1.0, (step + 1) / 20)).loss)
+            losses.append(made.train_step(halves, 2e-3 * min(1.0, (step + 1) / 20)).result().loss)
         ends[recipe] = sum(losses[-40:]) / 40
     assert ends["infir2-lean"] == pytest.approx(ends["infir2"], rel=0.015), ends
     assert ends["infir2-lean"] < 3.0
