@@ -293,6 +293,43 @@ def test_recomputation_changes_no_bit() -> None:
         assert all(torch.equal(t.view(torch.uint8), tensors[n].view(torch.uint8)) for n, t in ends[0][1].items())
 
 
+@pytest.mark.parametrize("base", ["infir2", "fp8-delayed", "bf16"])
+def test_a_rebuilt_norm_output_changes_no_bit(tmp_path: Path, base: str) -> None:
+    path = tmp_path / "rebuilt.toml"
+    path.write_text((FOLDER / f"{base}.toml").read_text() + '\n[save]\nnorm_output = "rebuilt"\n')
+    assert load_recipe(str(path)).hash == load_recipe(base).hash
+    kept, rebuilt = engine(base), engine(str(path))
+    batches = [rows_to_batch(rows(EVEN, (30, 30), seed=s)) for s in range(2)]
+    for _ in range(2):
+        assert kept.train_step(batches, 1e-3) == rebuilt.train_step(batches, 1e-3)
+    after = rebuilt.tensors()
+    assert all(torch.equal(t, after[n]) for n, t in kept.tensors().items())
+
+
+def saved_bytes(recipe: str) -> int:
+    """Bytes that autograd holds between forward and backward, beside parameters, of one batch."""
+    made, found = engine(recipe, EVEN), {}
+    own = {p.data_ptr() for p in made.model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            found[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        batch = rows_to_batch(rows(EVEN, (256,), seed=0))
+        loss = made.model.loss(batch, batch.weights_T)[0]
+    assert loss.isfinite()
+    return sum(found.values())
+
+
+def test_lean_keeps_less_for_backward() -> None:
+    """Of 256 tokens and 2 layers: gate and up in one byte (and a scale for 128) instead of two, no norm outputs."""
+    gate_up, norms = 2 * 256 * 512, 2 * 2 * 256 * 128
+    scales = 2 * 256 * (512 // 128) * 4 - 2 * 2 * 256 * (128 // 128) * 4
+    assert saved_bytes("infir2") - saved_bytes("infir2-lean") == gate_up + norms - scales
+
+
 def masters(made: NativeEngine) -> dict[str, torch.Tensor]:
     held = made.tensors()
     return {
