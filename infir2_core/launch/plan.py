@@ -76,9 +76,10 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     wide = 2 if recipe.compute == "bf16" else 4
     narrow = 1 if recipe.uses_fp8 else wide
-    attend = wide * (shape.hidden + q + 2 * kv + q) + narrow * (shape.hidden + q)
+    normed = narrow * shape.hidden if recipe.save.norm_output == "kept" else 0
+    attend = wide * (shape.hidden + q + 2 * kv + q) + normed + narrow * q
     gate_up = wide if recipe.save.gate_up == "bf16" else _stored_bytes(recipe, recipe.save.gate_up)
-    feed = wide * shape.hidden + gate_up * 2 * shape.ffn + narrow * shape.hidden
+    feed = wide * shape.hidden + gate_up * 2 * shape.ffn + normed
     pair = 2 * wide * shape.hidden  # the residual stream and what is still to be added to it
     kept = {"none": attend + feed, "selective": attend + pair, "full": pair}[cpt.recompute]
     once = (attend + feed) if cpt.recompute == "full" else feed if cpt.recompute == "selective" else 0

@@ -60,6 +60,7 @@ class Block(nn.Module):
         self.norm2 = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = linear("gate_up", shape.hidden, 2 * shape.ffn)
         self.gate_up.saved_output = recipe.spec(recipe.save.gate_up)
+        self.qkv.rebuilt_input = self.gate_up.rebuilt_input = recipe.save.norm_output == "rebuilt"
         self.down = linear("down", shape.ffn, shape.hidden)
 
     def attend(

@@ -18,10 +18,19 @@ from torch.autograd.function import once_differentiable
 
 from ..ops import fused
 from ..ops.reference.elementwise import rope
+from ..ops.reference.matmul import Operand
 from .gradients import accumulate
 from .linear import Linear, dequantized, pack, unpack
 
 Pair = tuple[Tensor, Tensor]
+
+
+def _normed_columns(layer: Linear, ctx: Any, total: Tensor, rstd: Tensor, saved: list[Tensor]) -> Operand:
+    """What wgrad reads of a norm's output: as it was saved, or made again."""
+    if not layer.rebuilt_input:
+        return unpack(ctx.meta, tuple(saved))
+    wanted = layer.wanted("x", row=False, counted=layer.operands.fprop_x is None)
+    return fused.norm(total, rstd, ctx.norm, wanted).col_operand()
 
 
 class _NormLinear(torch.autograd.Function):
@@ -38,10 +47,10 @@ class _NormLinear(torch.autograd.Function):
         training: bool,
     ) -> Pair:
         total, rstd = fused.add_rstd(x, delta, eps)
-        made = fused.norm(total, rstd, norm, layer.wanted("x", training=training))
+        made = fused.norm(total, rstd, norm, layer.wanted("x", col=not layer.rebuilt_input, training=training))
         if training:
             ctx.layer, ctx.added, ctx.norm = layer, delta is not None, norm
-            ctx.meta, saved = pack(made.col_operand())
+            ctx.meta, saved = (None, ()) if layer.rebuilt_input else pack(made.col_operand())
             ctx.save_for_backward(total, rstd, *saved)
         # Without a delta the sum is x itself, and an input may not be returned as it is.
         return (total if delta is not None else total.view_as(total)), layer.fprop(made.row_operand(), training)
@@ -54,7 +63,7 @@ class _NormLinear(torch.autograd.Function):
         residual, grad = grads[0].contiguous(), grads[1].contiguous()
         g = fused.make(grad, layer.wanted("g"))
         grad_normed = layer.dgrad(g)
-        layer.wgrad(g, unpack(ctx.meta, tuple(saved)), grad)
+        layer.wgrad(g, _normed_columns(layer, ctx, total, rstd, saved), grad)
         grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
         accumulate(ctx.norm, grad_norm)
         return grad_x, grad_x if ctx.added else None, None, None, None, None, None, None
@@ -141,13 +150,13 @@ class _FeedForward(torch.autograd.Function):
         training: bool,
     ) -> Pair:
         total, rstd = fused.add_rstd(x, delta, eps)
-        normed = fused.norm(total, rstd, norm, gate_up.wanted("x", training=training))
+        normed = fused.norm(total, rstd, norm, gate_up.wanted("x", col=not gate_up.rebuilt_input, training=training))
         gate_up_T2F = gate_up.fprop(normed.row_operand(), training)
         # The column copy of the product waits for the backward, which rebuilds the product anyway.
         product = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training))
         if training:
             ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
-            ctx.meta, saved = pack(normed.col_operand())
+            ctx.meta, saved = (None, ()) if gate_up.rebuilt_input else pack(normed.col_operand())
             ctx.kept, (gate_up_T2F, *scales) = pack(gate_up.kept_output(gate_up_T2F))
             ctx.save_for_backward(total, rstd, gate_up_T2F, *scales, *saved)
         return total, down.fprop(product.row_operand(), training)
@@ -168,7 +177,7 @@ class _FeedForward(torch.autograd.Function):
         down.wgrad(g, product.col_operand(), grad)
         del grad_product, product
         grad_normed = gate_up.dgrad(inner)
-        gate_up.wgrad(inner, unpack(ctx.meta, tuple(saved)), grad)
+        gate_up.wgrad(inner, _normed_columns(gate_up, ctx, total, rstd, saved), grad)
         grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
         accumulate(ctx.norm, grad_norm)
         return grad_x, grad_x, None, None, None, None, None, None, None

@@ -56,7 +56,8 @@ Watch = Callable[[str, Tensor, bool], Tensor | None]
 class Linear(nn.Module):
     """y = x . w^T + b with w [out, in] in `kept` and b float32 [out] or None, computed in `dtype`.
 
-    `saved_output` is how a function that needs y in its backward keeps it: None for as it is.
+    `saved_output` is how a function that needs y in its backward keeps it: None for as it is. With `rebuilt_input`, a
+    function that makes x makes it again in its backward instead of keeping the wgrad copy.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
         self.operands, self.dtype = operands, dtype
         self.saved_output: QSpec | None = None
+        self.rebuilt_input = False
         self.quant_state: dict[str, State] = {}
         self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self._cached: tuple[int, Operand, Operand | None] | None = None

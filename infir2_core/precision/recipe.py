@@ -119,10 +119,13 @@ class Optimizer(Data):
 
 
 class Save(Data):
-    """What backward keeps. `linear_input`: `codes` (the wgrad copy only) or bf16; others: bf16 or a spec name."""
+    """What backward keeps. `linear_input`: `codes` (the wgrad copy only) or bf16; `norm_input` and `gate_up`: bf16 or a
+    spec name. `norm_output`: `kept` as `linear_input` says, or `rebuilt` from the norm's input, bit for bit.
+    """
 
     linear_input: str = "codes"
     norm_input: str = "bf16"
+    norm_output: Literal["kept", "rebuilt"] = "kept"
     gate_up: str = "bf16"
 
 
@@ -150,7 +153,7 @@ class Phase(Data):
 
 
 class Recipe(Data):
-    """A whole recipe. `hash` identifies its numerics: name and description do not enter."""
+    """A whole recipe. `hash` identifies its numerics: name, description and what only moves memory do not enter."""
 
     format: Literal[1] = 1
     name: str
@@ -185,6 +188,7 @@ class Recipe(Data):
     def hash(self) -> str:
         """12 hexadecimal digits over everything that changes numbers."""
         data = self.model_dump(mode="json", by_alias=True, exclude={"name", "description"})
+        del data["save"]["norm_output"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     @property

@@ -59,7 +59,8 @@ def test_a_run_its_folder_and_the_same_command_again(train: Train, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "recipe", ["bf16", "fp32", "infir2-fp32-scales", "fp8-current", "fp8-delayed", "fp8-rowwise", "mxfp8"]
+    "recipe",
+    ["bf16", "fp32", "infir2-lean", "infir2-fp32-scales", "fp8-current", "fp8-delayed", "fp8-rowwise", "mxfp8"],
 )
 def test_every_recipe_trains(train: Train, tmp_path: Path, recipe: str) -> None:
     done = train("--steps", 6, "--recipe", recipe, "--eval-every", 6, "--save-every", 6)
@@ -230,9 +231,14 @@ def test_continuing_from_a_hugging_face_folder(train: Train, tmp_path: Path) -> 
     assert allowed.returncode == 0, allowed.stderr
 
 
-@pytest.mark.parametrize("recipe,first,later", [("fp32", 1e-5, 1e-5), ("fp8-delayed", 1e-5, 5e-3)])
+@pytest.mark.parametrize(
+    "recipe,first,later", [("fp32", 1e-5, 1e-5), ("fp8-delayed", 1e-5, 5e-3), ("infir2-lean", 1e-5, 1.5e-2)]
+)
 def test_two_ranks_train_as_one(train: Train, tmp_path: Path, recipe: str, first: float, later: float) -> None:
-    """Delayed scaling needs the amax of all ranks: each sees only its own microbatches."""
+    """Delayed scaling needs the amax of all ranks: each sees only its own microbatches.
+
+    infir2-lean rounds gradients with bits that depend on the rank; other bits on one rank move a loss by up to 0.8 %.
+    """
     options = ["--steps", 20, "--recipe", recipe, "--eval-every", 20, "--save-every", 20]
     for ranks, name in ((1, "one"), (2, "two")):
         done = train(*options, "--ranks", ranks, name=name)

@@ -9,7 +9,7 @@ import torch
 from test_model import WIDE, rows
 
 from infir2_core.config.presets import load_preset
-from infir2_core.config.schema import Blend, RunConfig, Source
+from infir2_core.config.schema import Blend, ModelShape, RunConfig, Source
 from infir2_core.data.batch import rows_to_batch
 from infir2_core.engines.native import NativeEngine
 from infir2_core.engines.ranks import Ranks
@@ -17,10 +17,10 @@ from infir2_core.errors import InputError
 from infir2_core.precision.recipe import load_recipe
 
 
-def engine(recipe: str, **cpt: Any) -> NativeEngine:
+def engine(recipe: str, shape: ModelShape = WIDE, **cpt: Any) -> NativeEngine:
     settings = load_preset("tiny").cpt.model_copy(update={"recipe": recipe, **cpt})
     source, data = Source(kind="scratch"), [Blend(prefix="-")]
-    config = RunConfig(name="-", runs="-", size="tiny", model=WIDE, source=source, data=data, cpt=settings)
+    config = RunConfig(name="-", runs="-", size="tiny", model=shape, source=source, data=data, cpt=settings)
     made = NativeEngine(config, load_recipe(recipe), Ranks())
     made.model.initialise(0.05, seed=4)
     return made

@@ -103,7 +103,7 @@ def test_every_recipe_gets_the_verdict_its_pieces_deserve(found: Machine) -> Non
             assert said.runs == "not at all"
             assert all(piece in said.reason for piece in recipe.missing())
         else:
-            kernels = found is SERVER and name in ("infir2", "infir2-fp32-scales")
+            kernels = found is SERVER and name in ("infir2", "infir2-lean", "infir2-fp32-scales")
             assert said.runs == ("by reference" if recipe.uses_fp8 and not kernels else "native"), name
     assert told["bf16"].runs == "native"
     assert told["infir2"].runs == ("native" if found is SERVER else "by reference")
@@ -120,13 +120,17 @@ def reasons(recipe: str, parameters: int, folder: Path, found: Machine, key: str
     return [p.what for p in doctor.plan_problems(recipe, "x", parameters, folder, found) if p.where == key]
 
 
-@pytest.mark.parametrize(("recipe", "each"), [("fp32", 16), ("infir2", 18), ("bf16", 18)])
-def test_the_training_state_must_fit_the_gpu_or_else_the_host(recipe: str, each: int, tmp_path: Path) -> None:
-    most = LAPTOP.memory // each
+# Master, two moments, gradient, what GEMMs read; lean: two halves of the master, two of codes and scales, ...
+@pytest.mark.parametrize(
+    ("recipe", "each"),
+    [("fp32", 4 + 8 + 4), ("infir2", 4 + 8 + 4 + 2), ("bf16", 18), ("infir2-lean", 4 + 2 * (1 + 4 / 128) + 2 + 2)],
+)
+def test_the_training_state_must_fit_the_gpu_or_else_the_host(recipe: str, each: float, tmp_path: Path) -> None:
+    most = int(LAPTOP.memory / each)
     assert reasons(recipe, most, tmp_path, LAPTOP, "model.size") == []
     assert "the host has 14.9 GB" in reasons(recipe, most + 1, tmp_path, LAPTOP, "model.size")[0]
     assert reasons(recipe, most + 1, tmp_path, SERVER, "model.size") == []  # the GPU's memory counts, not the host's
-    refused = reasons(recipe, H200.memory // each + 1, tmp_path, SERVER, "model.size")
+    refused = reasons(recipe, int(H200.memory / each) + 1, tmp_path, SERVER, "model.size")
     assert f"the GPU has {H200.memory / 2**30:.1f} GB" in refused[0]
 
 
