@@ -74,6 +74,16 @@ inline u32 code(float x) {
     return sign | (u32)(units + (exponent - LOWEST) * (1 << MANTISSA));
 }
 inline u32 codes2(float a, float b) { return code(a) | code(b) << 8; }
+inline float value(u32 code, int mantissa, int bias) {
+    const int exponent = (code & 0x7F) >> mantissa, fraction = code & ((1 << mantissa) - 1);
+    const float y = exponent ? std::ldexp((float)(fraction + (1 << mantissa)), exponent - bias - mantissa)
+                             : std::ldexp((float)fraction, 1 - bias - mantissa);
+    return code & 0x80 ? -y : y;
+}
+inline float e4m3(u32 c) { return (c & 0x7F) == 0x7F ? NAN : value(c, 3, 7); }
+inline float e5m2(u32 c) { return (c & 0x7F) > 0x7C ? NAN : (c & 0x7F) == 0x7C ? (c & 0x80 ? -INFINITY : INFINITY) : value(c, 2, 15); }
+inline float2 e4m3_values(u32 codes) { return {e4m3(codes & 0xFF), e4m3(codes >> 8 & 0xFF)}; }
+inline float2 e5m2_values(u32 codes) { return {e5m2(codes & 0xFF), e5m2(codes >> 8 & 0xFF)}; }
 
 // Fibers. A warp is driven until all its threads wait for the block; then the next warp is; then the block goes on.
 enum Waits { NOBODY, WARP, BLOCK, DONE };

@@ -20,7 +20,7 @@ from ..ops import fused
 from ..ops.reference.elementwise import rope
 from ..ops.reference.matmul import Operand
 from .gradients import accumulate
-from .linear import Linear, dequantized, pack, unpack
+from .linear import Linear, pack, unpack
 
 Pair = tuple[Tensor, Tensor]
 
@@ -153,12 +153,13 @@ class _FeedForward(torch.autograd.Function):
         normed = fused.norm(total, rstd, norm, gate_up.wanted("x", col=not gate_up.rebuilt_input, training=training))
         gate_up_T2F = gate_up.fprop(normed.row_operand(), training)
         # The column copy of the product waits for the backward, which rebuilds the product anyway.
-        product = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training))
+        kept = gate_up.kept_output() if training else fused.PLAIN
+        product, left = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training), kept)
         if training:
             ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
             ctx.meta, saved = (None, ()) if gate_up.rebuilt_input else pack(normed.col_operand())
-            ctx.kept, (gate_up_T2F, *scales) = pack(gate_up.kept_output(gate_up_T2F))
-            ctx.save_for_backward(total, rstd, gate_up_T2F, *scales, *saved)
+            ctx.kept, codes = pack(left)
+            ctx.save_for_backward(total, rstd, *codes, *saved)
         return total, down.fprop(product.row_operand(), training)
 
     @staticmethod
@@ -169,11 +170,10 @@ class _FeedForward(torch.autograd.Function):
         total, rstd, *saved = ctx.saved_tensors
         residual, grad = grads[0].contiguous(), grads[1].contiguous()
         kept, saved = (saved[:1], saved[1:]) if ctx.kept is None else (saved[:2], saved[2:])
-        gate_up_T2F = dequantized(unpack(ctx.kept, tuple(kept)), grad.dtype)
         g = fused.make(grad, down.wanted("g"))
         grad_product = down.dgrad(g)
         again = down.wanted("x", row=False, counted=down.operands.fprop_x is None)
-        inner, product = fused.swiglu_backward(grad_product, gate_up_T2F, gate_up.wanted("g"), again)
+        inner, product = fused.swiglu_backward(grad_product, unpack(ctx.kept, tuple(kept)), gate_up.wanted("g"), again)
         down.wgrad(g, product.col_operand(), grad)
         del grad_product, product
         grad_normed = gate_up.dgrad(inner)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..ops.reference.stochastic import key, round_bf16
+from ..ops.update import accumulate_
 
 REDUCED = 0xFFFFFFFF  # stands for the sum over ranks where a rank's number stands otherwise
 
@@ -60,7 +61,7 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     else:
         rounding.added += 1
         word = key(rounding.salt, rounding.step, rounding.rank, rounding.added)
-        parameter.grad.copy_(round_bf16(parameter.grad.float() + grad, word))
+        accumulate_(parameter.grad, grad, word)
 
 
 def sum_over_ranks(parameters: Iterable[nn.Parameter], add: Callable[[Iterable[Tensor]], None]) -> None:
@@ -106,30 +107,30 @@ def receiver(parameter: nn.Parameter) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tokens: Tensor, holder: list[nn.Parameter], dtype: torch.dtype) -> Tensor:
+        (weight,) = holder
         ctx.weight = weight
         ctx.save_for_backward(tokens)
         return nn.functional.embedding(tokens, weight.detach()).to(dtype)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         (tokens,), weight = ctx.saved_tensors, ctx.weight
-        if not weight.requires_grad:
-            return None, None, None
         if _plain(weight) and weight.grad is not None:
             # Only the rows in use; a tied head has left its gradient there already.
             weight.grad.index_add_(0, tokens, grads[0].float())
         else:
             rows = len(weight)
             accumulate(weight, torch.ops.aten.embedding_dense_backward(grads[0].float(), tokens, rows, -1, False))
-        return None, None, None
+        return None, None, None, None
 
 
 def embedding(tokens_T: Tensor, weight_VD: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """Rows of the embedding in `dtype`, [T, D]; gradients of a token's row add up in float32."""
-    # The weight as it is tells autograd that a gradient is wanted, although none is returned for it.
-    return _Embedding.apply(tokens_T, weight_VD, dtype)  # type: ignore[no-any-return]
+    # Autograd must not know the weight here: it would hold a tied head's gradient back until this backward is done.
+    anchor = torch.empty(0, device=weight_VD.device, requires_grad=weight_VD.requires_grad)
+    return _Embedding.apply(anchor, tokens_T, [weight_VD], dtype)  # type: ignore[no-any-return]
 
 
 def _plain(parameter: nn.Parameter) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..ops.dispatch import matmul, transposed
-from ..ops.fused import Made, Wanted, make
+from ..ops.fused import PLAIN, Made, Wanted, dequantized, make
 from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
 from ..ops.update import Prepared
@@ -167,11 +167,11 @@ class Linear(nn.Module):
             tensor = tensor if replaced is None else replaced
         return tensor
 
-    def kept_output(self, y: Tensor) -> Operand:
-        """y as a backward that needs it keeps it: `saved_output` codes, or itself."""
+    def kept_output(self) -> Wanted:
+        """How y is kept by a backward that needs it: `saved_output` codes, or as it is."""
         if self.saved_output is None:
-            return y
-        return make(y, Wanted(QuantPlan(row=self.saved_output), False, None, self.nonfinite_values)).row_operand()
+            return PLAIN
+        return Wanted(QuantPlan(row=self.saved_output), False, None, self.nonfinite_values)
 
     def drop_codes(self) -> None:
         """Forgets the weight's codes: the master was changed by something that does not bump its version counter."""
@@ -205,13 +205,6 @@ class _LinearFunction(torch.autograd.Function):
         grad_x = layer.dgrad(g) if ctx.needs_input_grad[0] else None
         layer.wgrad(g, x_col, grad)
         return grad_x, None, None, None, None
-
-
-def dequantized(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of an operand: of codes in `dtype`, rounded once; of a tensor as they are."""
-    if not isinstance(operand, QTensor):
-        return operand
-    return operand.dequantize(dtype) if operand.exact_in_bf16 else operand.dequantize().to(dtype)
 
 
 def pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:

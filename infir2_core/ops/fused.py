@@ -102,37 +102,48 @@ def norm_backward(
     return reference.norm_backward(grad, x, rstd, weight, residual)
 
 
-def swiglu(gate_up: Tensor, wanted: Wanted) -> Made:
-    """silu(gate) * up [T, F] as wanted, for gate_up [T, 2F]."""
-    half = gate_up.shape[1] // 2
-    if _fits(gate_up, half, wanted.plan.row, wanted.plan.col):
+def swiglu(gate_up: Tensor, wanted: Wanted, kept: Wanted = PLAIN) -> tuple[Made, Operand]:
+    """silu(gate) * up [T, F] as wanted, for gate_up [T, 2F]; and gate_up as backward keeps it: row copy or itself."""
+    half, spec = gate_up.shape[1] // 2, kept.plan.row
+    if _fits(gate_up, half, wanted.plan.row, wanted.plan.col, spec):
         from .hopper import quantize as hopper
 
         plain = gate_up.new_empty(gate_up.shape[0], half) if wanted.plain else None
-        made = hopper.swiglu_quantize(gate_up, wanted.plan, _counter(gate_up, wanted), plain)
-        return Made(made.row, made.col, plain)
-    return make(reference.swiglu_product(gate_up), wanted)
+        made, codes = hopper.swiglu_quantize(
+            gate_up, wanted.plan, _counter(gate_up, wanted), plain, spec, _counter(gate_up, kept)
+        )
+        return Made(made.row, made.col, plain), gate_up if codes is None else codes
+    return make(reference.swiglu_product(gate_up), wanted), make(gate_up, kept).row_operand()
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor, wanted: Wanted, product: Wanted) -> tuple[Made, Made]:
+def swiglu_backward(grad: Tensor, gate_up: Operand, wanted: Wanted, product: Wanted) -> tuple[Made, Made]:
     """The gradient of gate_up as wanted, and the product, rebuilt bit for bit, as its wgrad wants it.
 
     Args:
         grad: [T, F], of the product.
-        gate_up: [T, 2F].
+        gate_up: [T, 2F], or the codes that are left of it, which then are what is differentiated and multiplied.
         wanted: of the gradient.
         product: of the product; no row copy.
     """
-    if _fits(gate_up, grad.shape[1], wanted.plan.row, wanted.plan.col, product.plan.col):
+    codes = gate_up.spec if isinstance(gate_up, QTensor) else None
+    if _fits(grad, grad.shape[1], wanted.plan.row, wanted.plan.col, product.plan.col, codes):
         from .hopper import quantize as hopper
 
-        plain = torch.empty_like(gate_up) if wanted.plain else None
+        plain = grad.new_empty(grad.shape[0], 2 * grad.shape[1]) if wanted.plain else None
         rebuilt = torch.empty_like(grad) if product.plain else None
         counter, spec = _counter(grad, wanted), product.plan.col
         made, col = hopper.swiglu_backward_quantize(grad, gate_up, wanted.plan, spec, counter, plain, rebuilt)
         return Made(made.row, made.col, plain), Made(None, col, rebuilt)
-    again = make(reference.swiglu_product(gate_up), product)
-    return make(reference.swiglu_backward(grad, gate_up), wanted), again
+    values = dequantized(gate_up, grad.dtype)
+    again = make(reference.swiglu_product(values), product)
+    return make(reference.swiglu_backward(grad, values), wanted), again
+
+
+def dequantized(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of an operand: of codes in `dtype`, rounded once; of a tensor as they are."""
+    if not isinstance(operand, QTensor):
+        return operand
+    return operand.dequantize(dtype) if operand.exact_in_bf16 else operand.dequantize().to(dtype)
 
 
 def rotates(qkv: Tensor, head_dim: int) -> bool:

@@ -1,4 +1,4 @@
-"""Chooses how a matrix and its optimizer state are updated: by the Hopper kernel or by the reference."""
+"""Chooses how gradients, weights and their optimizer state are updated: by Hopper kernels or by the reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .reference.adam import Slot, Step
 from .reference.adam import adam_ as reference
 from .reference.matmul import Operand
 from .reference.quantize import QTensor
+from .reference.stochastic import round_bf16
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,22 @@ def has_kernel(weight: Tensor) -> bool:
     return supports(weight)
 
 
+def accumulate_(total: Tensor, addend: Tensor, key: int) -> None:
+    """Adds to a bfloat16 gradient in float32 and rounds the sum stochastically, in place.
+
+    Args:
+        total: bfloat16.
+        addend: float32 or bfloat16 of its shape.
+        key: from `reference.stochastic.key`.
+    """
+    if fast(total) and total.is_contiguous() and total.numel() % 8 == 0:
+        from .hopper import weights
+
+        weights.accumulate_(total, addend, key)
+    else:
+        total.copy_(round_bf16(total.float() + addend, key))
+
+
 def update_(slot: Slot, grad: Tensor, step: Step, scalars: Tensor, prepared: Prepared | None) -> bool:
     """Updates a slot in place, as `reference.adam.adam_`.
 
@@ -43,7 +60,7 @@ def update_(slot: Slot, grad: Tensor, step: Step, scalars: Tensor, prepared: Pre
         slot: of a matrix.
         grad: float32 or bfloat16 [R, C].
         step: numbers of the update.
-        scalars: float32 [4]: size, root, divisor and skipped of `step`.
+        scalars: float32 [4]: size, unbias, factor and skipped of `step`.
         prepared: of the old weight, to be overwritten with that of the new one; None: there is none.
 
     Returns:

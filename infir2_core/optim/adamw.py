@@ -115,7 +115,8 @@ class AdamW:
             group["lr"] = lr
         if self._adam.state:
             self._adam.step()
-        self.refilled.clear()
+        # Without state nothing changes, so that every prepared weight stays what it should be.
+        self.refilled = set() if self._adam.state or self.slots else set(self.parameters)
         if self.slots:
             self._update(lr, scale, skipped.bool(), prepared or {})
         for parameter in self.parameters.values():
@@ -127,10 +128,10 @@ class AdamW:
         s = self.settings
         number = self._done + 1
         t = number.double()
-        size, root = lr / (1 - s.beta1**t), (1 - s.beta2**t).sqrt()
+        size, unbias = lr / (1 - s.beta1**t), 1 / (1 - s.beta2**t).sqrt()
         keep = 1 - lr * s.weight_decay
-        step = Step(s.beta1, s.beta2, s.eps, keep, size.float(), root.float(), scale, skipped, number)
-        scalars = torch.stack([step.size, step.root, scale, skipped.float()])
+        step = Step(s.beta1, s.beta2, s.eps, keep, size.float(), unbias.float(), 1 / scale, skipped, number)
+        scalars = torch.stack([step.size, step.unbias, step.factor, skipped.float()])
         for name, slot in self.slots.items():
             grad = self.parameters[name].grad
             if grad is not None and update_(slot, grad, step, scalars, prepared.get(name)):

@@ -301,7 +301,7 @@ def test_a_rebuilt_norm_output_changes_no_bit(tmp_path: Path, base: str) -> None
     kept, rebuilt = engine(base), engine(str(path))
     batches = [rows_to_batch(rows(EVEN, (30, 30), seed=s)) for s in range(2)]
     for _ in range(2):
-        assert kept.train_step(batches, 1e-3) == rebuilt.train_step(batches, 1e-3)
+        assert kept.train_step(batches, 1e-3).result() == rebuilt.train_step(batches, 1e-3).result()
     after = rebuilt.tensors()
     assert all(torch.equal(t, after[n]) for n, t in kept.tensors().items())
 

@@ -105,7 +105,7 @@ def test_moment_codes_equal_a_search_over_the_format(spec: QSpec) -> None:
             assert float(scale[r, b]) == expected
             for c, value in enumerate(values):
                 at = 128 * b + c
-                s = Fraction(float(torch.tensor(abs(value)) / torch.tensor(expected)))
+                s = Fraction(float(torch.tensor(abs(value)) * (1 / torch.tensor(expected))))
                 s = min(s, Fraction(448))
                 i = max(j for j, grid in enumerate(GRID) if grid <= s)
                 low, high = Fraction(GRID[i]), Fraction(GRID[min(i + 1, 127)])

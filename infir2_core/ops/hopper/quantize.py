@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...precision.spec import QSpec, QuantPlan
+from ..reference.matmul import Operand
 from ..reference.quantize import QTensor, Quantized
 from .copies import TILE, Copies, arguments, defines, supported
 from .cuda import launch
@@ -72,6 +73,8 @@ def run(
     weight: Tensor | None = None,
     plain: Tensor | None = None,
     plain_product: Tensor | None = None,
+    kept: QTensor | None = None,
+    kept_nonfinite: Tensor | None = None,
 ) -> None:
     """Fills 1x128 copies of the bf16 values that `source` makes of x.
 
@@ -86,10 +89,13 @@ def run(
         weight: float32 [C], rounded to bf16 before use, for NORMED.
         plain: bfloat16, receives the values.
         plain_product: bfloat16 [R, C], receives the product.
+        kept: row copy of gate and up [R, 2C]: made by SWIGLU, read by SWIGLU_BACKWARD, which does not look at x then.
+        kept_nonfinite: int64 scalar, to which infinities and NaNs are added when `kept` is made.
     """
     rows, cols = shape
     ahead, blocks = TUNING[source]
-    constants = defines(copies.row, copies.col, product) | {
+    constants = defines(copies.row, copies.col, product or kept) | {
+        "KEPT": int(kept is not None),
         "SOURCE": source,
         "PLAIN": int(plain is not None),
         "PRODUCT": int(product is not None),
@@ -97,10 +103,10 @@ def run(
         "BLOCKS": blocks,
     }
     staged = constants["COL"] * (2 if source == SWIGLU_BACKWARD else 1) + constants["PRODUCT"]
-    fields = (arguments(copies.row), arguments(copies.col), arguments(product))
+    fields = (*map(arguments, (copies.row, copies.col, product, kept)), nonfinite, kept_nonfinite)
     launch(
         "tiles.cu", tuple(sorted(constants.items())), rows // TILE * (cols // TILE), THREADS, staged * STAGED_BYTES,
-        (x, second, weight, plain, plain_product, cols, *fields, nonfinite), x.device,
+        (x, second, weight, plain, plain_product, cols, *fields), x.device,
     )  # fmt: skip
 
 
@@ -123,24 +129,34 @@ def norm_quantize(
     return Quantized(copies.row, copies.col, nonfinite)
 
 
-def swiglu_quantize(gate_up: Tensor, plan: QuantPlan, nonfinite: Tensor, plain: Tensor | None = None) -> Quantized:
-    """Copies of silu(gate) * up.
+def swiglu_quantize(
+    gate_up: Tensor,
+    plan: QuantPlan,
+    nonfinite: Tensor,
+    plain: Tensor | None = None,
+    kept: QSpec | None = None,
+    kept_nonfinite: Tensor | None = None,
+) -> tuple[Quantized, QTensor | None]:
+    """Copies of silu(gate) * up, and a row copy of gate and up for a backward that reads codes.
 
     Args:
         gate_up: bfloat16 [T, 2F], gate first.
-        plan: wanted copies.
-        nonfinite: int64 scalar, added to.
+        plan: wanted copies of the product.
+        nonfinite: int64 scalar, to which those of the product are added.
         plain: bfloat16 [T, F] that receives the product.
+        kept: spec of gate and up, that of `plan` if both are given; None: not wanted.
+        kept_nonfinite: int64 scalar, to which those of gate and up are added.
     """
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     copies = Copies.allocate(shape, plan.row, plan.col, gate_up.device)
-    run(SWIGLU, gate_up, shape, copies, None, nonfinite, plain=plain)
-    return Quantized(copies.row, copies.col, nonfinite)
+    codes = Copies.allocate((gate_up.shape[0], gate_up.shape[1]), kept, None, gate_up.device).row
+    run(SWIGLU, gate_up, shape, copies, None, nonfinite, plain=plain, kept=codes, kept_nonfinite=kept_nonfinite)
+    return Quantized(copies.row, copies.col, nonfinite), codes
 
 
 def swiglu_backward_quantize(
     grad: Tensor,
-    gate_up: Tensor,
+    gate_up: Operand,
     plan: QuantPlan,
     product: QSpec | None,
     nonfinite: Tensor,
@@ -151,7 +167,7 @@ def swiglu_backward_quantize(
 
     Args:
         grad: bfloat16 [T, F], of silu(gate) * up.
-        gate_up: bfloat16 [T, 2F].
+        gate_up: bfloat16 [T, 2F], or its row copy of the same spec.
         plan: copies wanted of the gradient.
         product: the spec of the product's column copy, that of `plan`; None: not wanted.
         nonfinite: int64 scalar, added to (by the gradient; the product was counted in the forward).
@@ -161,5 +177,9 @@ def swiglu_backward_quantize(
     rows, width = grad.shape
     copies = Copies.allocate((rows, 2 * width), plan.row, plan.col, grad.device)
     rebuilt = Copies.allocate((rows, width), None, product, grad.device).col
-    run(SWIGLU_BACKWARD, gate_up, (rows, width), copies, rebuilt, nonfinite, grad, None, plain, plain_product)
+    kept = gate_up if isinstance(gate_up, QTensor) else None
+    source = gate_up.data if isinstance(gate_up, QTensor) else gate_up
+    run(
+        SWIGLU_BACKWARD, source, (rows, width), copies, rebuilt, nonfinite, grad, None, plain, plain_product, kept
+    )  # fmt: skip
     return Quantized(copies.row, copies.col, nonfinite), rebuilt

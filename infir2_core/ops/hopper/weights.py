@@ -34,7 +34,7 @@ def adam_(
         slot: of a matrix whose sides divide by 128.
         grad: float32 or bfloat16 [R, C].
         step: numbers of the update.
-        scalars: float32 [4] on the device: size, root, divisor and skipped of `step`.
+        scalars: float32 [4] on the device: size, unbias, factor and skipped of `step`.
         prepared: row copy in 128x128 blocks, or bfloat16 [R, C], that receives the new weight; None: not wanted.
         nonfinite: int64 scalar on the device, to which infinities and NaNs that are quantised are added; None only if
             nothing is.
@@ -57,6 +57,20 @@ def adam_(
     )  # fmt: skip
     tiles = rows // TILE * (cols // TILE)
     launch("adamw.cu", tuple(sorted(constants.items())), tiles, THREADS, 0, fields, slot.weight.device)
+
+
+def accumulate_(total: Tensor, addend: Tensor, key: int) -> None:
+    """total + addend, added in float32 and rounded stochastically: `round_bf16` of ops/reference/stochastic.py.
+
+    Args:
+        total: contiguous bfloat16, a multiple of 8 elements.
+        addend: float32 or bfloat16 of its shape.
+        key: of the rounding, below 2**32.
+    """
+    constants = (("E5M2", 0), ("POW2", 1), ("WIDE", int(addend.dtype == torch.float32)))
+    blocks = -(-total.numel() // (8 * THREADS))
+    fields: tuple[Argument, ...] = (total, addend.contiguous(), total.numel(), key)
+    launch("accumulate.cu", constants, blocks, THREADS, 0, fields, total.device)
 
 
 def transposed(q: QTensor) -> QTensor:

@@ -3,12 +3,13 @@
 A kernel that does the same in one read and one write per tensor has the signature of `adam_`. Every line of the
 arithmetic below is one float32 operation, rounded once; constants are rounded to float32 before use.
 
-    g = grad / divisor
+    g = grad factor
     m = m beta1 + g (1 - beta1)
     v = v beta2 + (g g) (1 - beta2)
-    p = p keep - (m / (sqrt(v) / root + eps)) size
+    p = p keep - (m / (sqrt(v) unbias + eps)) size
 
-with keep = 1 - lr wd, size = lr / (1 - beta1**t) and root = sqrt(1 - beta2**t): AdamW of arXiv 1711.05101.
+with keep = 1 - lr wd, size = lr / (1 - beta1**t) and unbias = 1 / sqrt(1 - beta2**t): AdamW of arXiv 1711.05101. One
+division an element; the others are by numbers of the whole update, whose inverses are taken once.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Step:
         beta1, beta2, eps: of AdamW.
         keep: 1 - lr * weight_decay.
         size: float32, lr / (1 - beta1**t), computed in float64.
-        root: float32, sqrt(1 - beta2**t), computed in float64.
-        divisor: float32, of gradients: what clipping by global norm asks for.
+        unbias: float32, 1 / sqrt(1 - beta2**t), computed in float64.
+        factor: float32, of gradients: what clipping by global norm asks for.
         skipped: bool; nothing is stored.
         number: int64, t: updates made, this one included.
     """
@@ -106,8 +107,8 @@ class Step:
     eps: float
     keep: float
     size: Tensor
-    root: Tensor
-    divisor: Tensor
+    unbias: Tensor
+    factor: Tensor
     skipped: Tensor
     number: Tensor
 
@@ -123,12 +124,12 @@ def adam_(slot: Slot, grad: Tensor, step: Step) -> None:
     count = max(1, PIECE // slot.weight.shape[1])
     for first in range(0, len(slot.weight), count):
         rows = slice(first, first + count)
-        g = grad[rows].float() / step.divisor
+        g = grad[rows].float() * step.factor
         m = slot.m.read(rows) * step.beta1 + g * (1 - step.beta1)
         v = slot.v.read(rows) * step.beta2 + (g * g) * (1 - step.beta2)
         weight, remainder = slot.weight[rows], None if slot.remainder is None else slot.remainder[rows]
         p = weight if remainder is None else join(weight, remainder)
-        p = p * step.keep - (m / (sqrt(v) / step.root + step.eps)) * step.size
+        p = p * step.keep - (m / (sqrt(v) * step.unbias + step.eps)) * step.size
         if remainder is None:
             _put(weight, p, step.skipped)
         else:

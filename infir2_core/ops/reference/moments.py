@@ -39,12 +39,12 @@ def encode_moment(x: Tensor, spec: QSpec, key: int | Tensor, start: int = 0) -> 
     With r = x, or the float32 root of x >= 0 when `spec.root`; every line is one float32 rounding:
 
         scale = max(amax / 448, 2**-126) of each block; 1 for a block of zeros
-        s     = |r| / scale
+        s     = |r| * (1 / scale)                          the inverse once for a block
         e     = max(exponent of s, -6)                     E4M3 has subnormals below 2**-6
         q     = s * 2**(3 - e)                             exact; in units of the last place
         n     = floor(q), f = q - n
-        p     = f, or f * (2 n + f) / (2 n + 1) with root  the probability of rounding up
-        code  = min(8 (e + 6) + n + [u < p], 126), at least 1 for a positive x with root
+        up    = u < f, with root u * (2 n + 1) < f * (2 n + f)   the probability that keeps the mean, of the square
+        code  = min(8 (e + 6) + n + up, 126), at least 1 for a positive x with root
 
     u is `uniform` of the element's random bits. The sign of r is the upper bit of the code.
 
@@ -61,14 +61,12 @@ def encode_moment(x: Tensor, spec: QSpec, key: int | Tensor, start: int = 0) -> 
     magnitude = r.abs().view(r.shape[0], -1, BLOCK)
     amax = magnitude.amax(2)
     scale = torch.where(amax > 0, (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE), 1.0)
-    scaled = (magnitude / scale[:, :, None]).view(r.shape)
+    scaled = (magnitude * (1 / scale)[:, :, None]).view(r.shape)
     e = ((scaled.view(torch.int32) >> 23) - 127).clamp(min=-6)
     q = scaled * ((130 - e) << 23).view(torch.float32)
     n = q.floor()
-    p = q - n
-    if spec.root:
-        p = p * (2 * n + p) / (2 * n + 1)
-    up = uniform(random_bits(x, key, start)) < p
+    f, u = q - n, uniform(random_bits(x, key, start))
+    up = u * (2 * n + 1) < f * (2 * n + f) if spec.root else u < f
     code = (8 * (e + 6) + n.int() + up.int()).clamp(max=126)
     if spec.root:
         code = torch.where(x > 0, code.clamp(min=1), code)

@@ -24,15 +24,6 @@ __device__ __forceinline__ Values load_bf16(const u16* at) {
 __device__ __forceinline__ uint4 packed(const Values& v) {
     return make_uint4(pack(v.x[0], v.x[1]), pack(v.x[2], v.x[3]), pack(v.x[4], v.x[5]), pack(v.x[6], v.x[7]));
 }
-__device__ __forceinline__ u32 mix(u32 x) {
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = (x ^ x >> 15) * 0x846CA68Bu;
-    return x ^ x >> 16;
-}
-__device__ __forceinline__ float decoded(u32 code) {  // of E4M3, without sign: 3 mantissa bits, bias 7
-    const int exponent = code >> 3, mantissa = code & 7;
-    return exponent ? __uint_as_float((u32)(exponent + 120) << 23 | mantissa << 20) : mantissa * 0.001953125f;
-}
 __device__ __forceinline__ Values load_moment(const Form& form, int kind, bool root, i64 at) {
     if (kind == 0) return load_wide(reinterpret_cast<const float*>(form.data) + at);
     if (kind == 1) return load_bf16(reinterpret_cast<const u16*>(form.data) + at);
@@ -40,14 +31,17 @@ __device__ __forceinline__ Values load_moment(const Form& form, int kind, bool r
     const float scale = form.scale[at / TILE];
     Values out;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        const u32 code = (k < 4 ? q.x : q.y) >> 8 * (k % 4) & 0xFF;
-        const float r = __fmul_rn(decoded(code & 0x7F), scale);
-        out.x[k] = root ? __fmul_rn(r, r) : code & 0x80 ? -r : r;
+    for (int k = 0; k < 4; ++k) {
+        const float2 pair = e4m3_values((k < 2 ? q.x : q.y) >> 16 * (k % 2));
+        const float r[2] = {__fmul_rn(pair.x, scale), __fmul_rn(pair.y, scale)};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) out.x[2 * k + h] = root ? __fmul_rn(r[h], r[h]) : r[h];
     }
     return out;
 }
-__device__ __forceinline__ void store_moment(const Form& form, int kind, bool root, i64 at, const Values& v, u32 number) {
+// `roots` are those of v, needed with `root`.
+__device__ __forceinline__ void store_moment(
+    const Form& form, int kind, bool root, i64 at, const Values& v, const Values& roots, u32 word) {
     if (kind == 0) return store_wide(reinterpret_cast<float*>(form.data) + at, v);
     if (kind == 1) {
         *reinterpret_cast<uint4*>(reinterpret_cast<u16*>(form.data) + at) = packed(v);
@@ -56,24 +50,24 @@ __device__ __forceinline__ void store_moment(const Form& form, int kind, bool ro
     float r[8], amax = 0;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-        r[k] = root ? __fsqrt_rn(v.x[k]) : v.x[k];
+        r[k] = root ? roots.x[k] : v.x[k];
         amax = max(amax, __uint_as_float(__float_as_uint(r[k]) & 0x7FFFFFFFu));
     }
 #pragma unroll
     for (int step = 8; step; step >>= 1) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
     const float scale = amax > 0 ? max(__fdiv_rn(amax, 448.f), 1.17549435e-38f) : 1.f;
-    const u32 word = mix(number ^ (u32)form.salt);
+    const float inverse = __fdiv_rn(1.f, scale);
     u32 codes[2] = {0, 0};
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
         const u32 bits = __float_as_uint(r[k]);
-        const float s = __fdiv_rn(__uint_as_float(bits & 0x7FFFFFFFu), scale);
+        const float s = __fmul_rn(__uint_as_float(bits & 0x7FFFFFFFu), inverse);
         const int e = max((int)(__float_as_uint(s) >> 23) - 127, -6);
         const float q = __fmul_rn(s, __uint_as_float((u32)(130 - e) << 23)), n = floorf(q);
-        float p = __fsub_rn(q, n);
-        if (root) p = __fdiv_rn(__fmul_rn(p, __fadd_rn(2.f * n, p)), __fadd_rn(2.f * n, 1.f));
+        const float f = __fsub_rn(q, n), twice = 2.f * n;
         const float u = (mix((u32)(at + k) ^ word) >> 8) * 5.9604644775390625e-8f;
-        int code = min(8 * (e + 6) + (int)n + (u < p ? 1 : 0), 126);
+        const bool up = root ? __fmul_rn(u, twice + 1.f) < __fmul_rn(f, __fadd_rn(twice, f)) : u < f;
+        int code = min(8 * (e + 6) + (int)n + up, 126);
         if (root && v.x[k] > 0) code = max(code, 1);
         codes[k / 4] |= (code | (bits >> 24 & 0x80)) << 8 * (k % 4);
     }
@@ -86,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) infir2_adamw(
     i64* counter, const float* scalars, const i64* updates, double beta1, double left1, double beta2, double left2,
     double eps, double keep) {
     __shared__ u32 partial[8];
-    __shared__ __align__(16) u8 staged[COL ? TILE * CODE_PITCH : 16];
+    __shared__ __align__(16) u8 staged[COL ? STAGED : 16];
     if (scalars[3] != 0) return;  // skipped: weight, state and copies stay as they are
-    const float size = scalars[0], root = scalars[1], divisor = scalars[2];
-    const u32 number = (u32)*updates;
+    const float size = scalars[0], unbias = scalars[1], factor = scalars[2];
+    const u32 number = (u32)*updates, m_word = mix(number ^ (u32)first.salt), v_word = mix(number ^ (u32)second.salt);
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
     const int lane = threadIdx.x % 16, top_row = threadIdx.x / 16;
     uint4 y[8];
@@ -98,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) infir2_adamw(
         const i64 at = (r0 + i * 16 + top_row) * width + c0 + lane * 8;
         const Values g = WIDE_GRAD ? load_wide(reinterpret_cast<const float*>(grad) + at)
                                    : load_bf16(reinterpret_cast<const u16*>(grad) + at);
-        Values m = load_moment(first, M, false, at), v = load_moment(second, V, ROOT, at), p;
+        Values m = load_moment(first, M, false, at), v = load_moment(second, V, ROOT, at), p, roots;
         if (SPLIT) {
             const uint4 upper = *reinterpret_cast<const uint4*>(reinterpret_cast<const u16*>(weight) + at);
             const uint4 lower = *reinterpret_cast<const uint4*>(remainder + at);
@@ -113,15 +107,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) infir2_adamw(
         }
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            const float d = __fdiv_rn(g.x[k], divisor);
+            const float d = __fmul_rn(g.x[k], factor);
             m.x[k] = __fadd_rn(__fmul_rn(m.x[k], (float)beta1), __fmul_rn(d, (float)left1));
             v.x[k] = __fadd_rn(__fmul_rn(v.x[k], (float)beta2), __fmul_rn(__fmul_rn(d, d), (float)left2));
-            const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v.x[k]), root), (float)eps);
+            roots.x[k] = __fsqrt_rn(v.x[k]);
+            const float denominator = __fadd_rn(__fmul_rn(roots.x[k], unbias), (float)eps);
             const float update = __fmul_rn(__fdiv_rn(m.x[k], denominator), size);
             p.x[k] = __fsub_rn(__fmul_rn(p.x[k], (float)keep), update);
         }
-        store_moment(first, M, false, at, m, number);
-        store_moment(second, V, ROOT, at, v, number);
+        store_moment(first, M, false, at, m, m, m_word);
+        store_moment(second, V, ROOT, at, v, roots, v_word);
         if (SPLIT) {
             u32 up[4], lo[4];
 #pragma unroll

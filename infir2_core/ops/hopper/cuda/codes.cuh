@@ -7,6 +7,7 @@ constexpr u32 SIGNS = 0x80008000u, INFINITE = 0x7F80u;
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ float2 values2(u32 codes) { return E5M2 ? e5m2_values(codes) : e4m3_values(codes); }
 __device__ __forceinline__ u32 codes4(float a, float b, float c, float d) { return codes2(a, b) | codes2(c, d) << 16; }
 
 // Encode and decode scale of a block from the bits of its amax, a bf16 that is not NaN.
@@ -33,3 +34,9 @@ __device__ __forceinline__ int not_finite(u32 pair) {
     return ((pair & 0x7FFFu) >= INFINITE) + (((pair >> 16) & 0x7FFFu) >= INFINITE);
 }
 __device__ __forceinline__ u32 top(u32 pair) { return max(pair & 0xFFFFu, pair >> 16); }
+// 32 random bits from a word: ops/reference/stochastic.py.
+__device__ __forceinline__ u32 mix(u32 x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}

@@ -24,3 +24,18 @@ __device__ __forceinline__ u32 codes2(float a, float b) {
 #endif
     return out;
 }
+__device__ __forceinline__ float2 halves(u32 pair) {  // of two float16
+    float a, b;
+    asm("{ .reg .f16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y; }" : "=f"(a), "=f"(b) : "r"(pair));
+    return make_float2(a, b);
+}
+__device__ __forceinline__ float2 e4m3_values(u32 codes) {  // of the two lower bytes
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)codes));
+    return halves(pair);
+}
+__device__ __forceinline__ float2 e5m2_values(u32 codes) {
+    u32 pair;
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"((u16)codes));
+    return halves(pair);
+}

@@ -3,7 +3,7 @@
 extern "C" __global__ void __launch_bounds__(256, 3) infir2_square(
     const u16* x, i64 width, Copy row, Copy col, i64* counter) {
     __shared__ u32 partial[8];
-    __shared__ __align__(16) u8 staged[COL ? TILE * CODE_PITCH : 16];
+    __shared__ __align__(16) u8 staged[COL ? STAGED : 16];
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
     const int lane = threadIdx.x % 16, first = threadIdx.x / 16;
     uint4 y[8];

@@ -3,12 +3,16 @@
 //
 // Both copies of a square block have the same codes and scale, so that the column copy is a transposition of the row copy.
 // Defines: ROW, COL (copies wanted), POW2, E5M2.
-constexpr int CODE_PITCH = 132;  // bytes of a staged row: a column of words meets all banks
+constexpr int CODE_PITCH = 132;    // bytes of a staged row: a column of words meets all banks
+constexpr int COLUMN_PITCH = 144;  // bytes of a staged column: sixteen at a time, whole banks
+constexpr int STAGED = TILE * COLUMN_PITCH;
 
-// Writes a tile of codes, staged by rows, as columns: a thread turns 4 columns x 16 rows.
-__device__ __forceinline__ void turn(const u8* staged, i64 r0, i64 c0, const Copy& col) {
+// Writes a tile of codes, staged by rows, as columns: a thread turns 4 columns x 16 rows, which are staged again so that
+// a column leaves as 128 contiguous bytes.
+__device__ __forceinline__ void turn(u8* staged, i64 r0, i64 c0, const Copy& col) {
     const int word = threadIdx.x % 32, part = threadIdx.x / 32;
     u32 in[16];
+    uint4 turned[4];
 #pragma unroll
     for (int i = 0; i < 16; ++i)
         in[i] = *reinterpret_cast<const u32*>(staged + (part * 16 + i) * CODE_PITCH + word * 4);
@@ -21,8 +25,19 @@ __device__ __forceinline__ void turn(const u8* staged, i64 r0, i64 c0, const Cop
             const u32 cd = __byte_perm(in[4 * q + 2], in[4 * q + 3], 0x0040 + k * 0x11);
             out[q] = __byte_perm(ab, cd, 0x5410);
         }
-        *reinterpret_cast<uint4*>(col.codes + (c0 + word * 4 + k) * col.width + r0 + part * 16) =
-            make_uint4(out[0], out[1], out[2], out[3]);
+        turned[k] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+    __syncthreads();  // all have read
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        *reinterpret_cast<uint4*>(staged + (k * 32 + word) * COLUMN_PITCH + part * 16) = turned[k];
+    __syncthreads();
+#pragma unroll
+    for (int round = 0; round < 4; ++round) {
+        const int column = round * 32 + threadIdx.x / 8, piece = threadIdx.x % 8 * 16;
+        const int slot = column % 4 * 32 + column / 4;
+        *reinterpret_cast<uint4*>(col.codes + (c0 + column) * col.width + r0 + piece) =
+            *reinterpret_cast<const uint4*>(staged + slot * COLUMN_PITCH + piece);
     }
 }
 

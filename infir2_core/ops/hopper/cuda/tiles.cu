@@ -7,7 +7,8 @@
 // transposed and leave as 128 contiguous bytes again. Every input is read once, every value is computed once.
 //
 // Defines: SOURCE, ROW, COL (copies wanted), PLAIN (the bf16 values too), PRODUCT (column copy of the SwiGLU product),
-// AHEAD (rows whose loads are issued together), BLOCKS (of a multiprocessor), POW2, E5M2.
+// KEPT (row copy of gate and up: made by SWIGLU, read by SWIGLU_BACKWARD in place of x), AHEAD (rows whose loads are issued
+// together), BLOCKS (of a multiprocessor), POW2, E5M2.
 #define LOADED 0           // x
 #define NORMED 1           // x * rstd * weight
 #define SWIGLU 2           // silu(gate) * up, x = gate, up beside each other
@@ -25,6 +26,17 @@ __device__ __forceinline__ Eight load8(const u16* at) {
 }
 __device__ __forceinline__ void store8(u16* at, const Eight& y) {
     *reinterpret_cast<uint4*>(at) = make_uint4(y.v[0], y.v[1], y.v[2], y.v[3]);
+}
+__device__ __forceinline__ Eight load_codes(const Copy& from, i64 r, i64 c) {  // bf16 values of eight codes
+    const uint2 q = __ldg(reinterpret_cast<const uint2*>(from.codes + r * from.width + c));
+    const float d = __ldg(from.scale + c / TILE * from.pitch + r);
+    Eight out;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const float2 pair = values2((k < 2 ? q.x : q.y) >> 16 * (k % 2));
+        out.v[k] = pack(pair.x * d, pair.y * d);
+    }
+    return out;
 }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ void add(i64* counter, int count) {
@@ -108,7 +120,7 @@ __device__ __forceinline__ void emit_col(
 // x: the source, or gate and up [R, 2 width]; g: rstd (float) or the product's gradient; w: the norm's weight (float).
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_tiles(
     const u16* x, const void* g, const float* w, u16* plain, u16* plain_product, i64 width, Copy row, Copy col,
-    Copy product, i64* counter) {
+    Copy product, Copy kept, i64* counter, i64* kept_counter) {
     extern __shared__ __align__(16) u16 tiles[];  // COL * OUTPUTS + PRODUCT tiles of 128 x PITCH
     __shared__ u32 partial[3][256];
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
@@ -134,8 +146,16 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_tiles(
             y.v[k] = pack(low(y.v[k]) * s * weight[2 * k], high(y.v[k]) * s * weight[2 * k + 1]);
 #endif
 #else
+#if KEPT && SOURCE == SWIGLU_BACKWARD
+        const Eight gate = load_codes(kept, r, c), up = load_codes(kept, r, width + c);
+#else
         const Eight gate = load8(x + r * 2 * width + c), up = load8(x + r * 2 * width + width + c);
+#endif
 #if SOURCE == SWIGLU
+        if (KEPT) {
+            emit_row(gate, r, c0, lane, kept, kept_counter);
+            emit_row(up, r, width + c0, lane, kept, kept_counter);
+        }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const float a = low(gate.v[k]), b = high(gate.v[k]);

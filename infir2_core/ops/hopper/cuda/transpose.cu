@@ -1,7 +1,7 @@
 #include "square.cuh"
 // The column copy of a matrix quantised in 128 x 128 blocks from its row copy: the same codes and scales, turned.
 extern "C" __global__ void __launch_bounds__(256) infir2_transpose(i64 width, Copy row, Copy col) {
-    __shared__ __align__(16) u8 staged[TILE * CODE_PITCH];
+    __shared__ __align__(16) u8 staged[STAGED];
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
     const int lane = threadIdx.x % 8, first = threadIdx.x / 8;  // 8 lanes a row, 32 rows at a time
     uint4 in[4];
