@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from infir2_core.ops.dispatch import ledger, matmul, quantize
+from infir2_core.ops.hopper import gemm
 from infir2_core.precision.spec import QSpec, QuantPlan
 
 pytestmark = [
@@ -47,10 +50,12 @@ def test_gemm_is_the_sum_of_block_products(m: int, n: int, k: int, right: tuple[
     bound = (2.0**-11 + k / 128 * 2.0**-24) * magnitude
     ledger.start()
     for dtype, rounding in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-8)):
-        made = matmul("fprop", a, b, dtype)
-        assert ((made.double() - truth).abs() <= bound + rounding * truth.abs()).all()
-        assert made.dtype == dtype
-    assert {by for _, _, by in ledger.stop()} == {"cublaslt"}
+        for by in gemm.choices(a, b, dtype):
+            made = gemm.scaled_matmul(a, b, dtype, by=by)
+            assert ((made.double() - truth).abs() <= bound + rounding * truth.abs()).all(), by
+            assert made.dtype == dtype
+        matmul("fprop", a, b, dtype)
+    assert {by for _, _, by in ledger.stop()} <= {gemm.CUBLASLT, gemm.DEEPGEMM}
     bias = torch.randn(n, device="cuda").bfloat16()
     with_bias = truth + bias.double()
     error = (matmul("fprop", a, b, torch.bfloat16, bias).double() - with_bias).abs()
@@ -83,8 +88,35 @@ def test_kernels_and_reference_train_alike(recipe: str, monkeypatch: pytest.Monk
         return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, used
 
     ours, reference, plain = run(recipe, "auto"), run(recipe, "reference"), run("bf16", "auto")
-    assert ours[2] == {"cublaslt"} and reference[2] == {"reference"}
+    assert ours[2] <= {gemm.CUBLASLT, gemm.DEEPGEMM} and reference[2] == {"reference"}
     assert ours[0] == pytest.approx(reference[0], rel=1e-3)
     for name, grad in reference[1].items():
         noise = torch.linalg.norm(plain[1][name] - grad)
         assert torch.linalg.norm(ours[1][name] - grad) < 1.5 * noise, name
+
+
+@pytest.mark.parametrize("right,dtype", [((128, 128), torch.bfloat16), ((1, 128), torch.float32)])
+def test_both_libraries_give_the_same_bits(right: tuple[int, int], dtype: torch.dtype) -> None:
+    """Which of them runs is a matter of speed alone."""
+    a, b = operand(512, 8960, (1, 128), "pow2", 1), operand(1536, 8960, right, "pow2", 2)
+    if gemm.DEEPGEMM not in gemm.choices(a, b, dtype):
+        pytest.skip("deep_gemm is not installed")
+    one, other = (gemm.scaled_matmul(a, b, dtype, by=by) for by in (gemm.CUBLASLT, gemm.DEEPGEMM))
+    assert torch.equal(one, other)
+
+
+def test_the_nearest_shape_of_the_table_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"cublaslt": 1, "deepgemm": 2}
+    far = {"kind": "2d", "m": 128, "n": 128, "k": 128, "tflops": {"cublaslt": 2, "deepgemm": 1}}
+    shapes = [{"kind": "2d", "m": 16384, "n": 1536, "k": 1536, "tflops": rates}, far]
+    (tmp_path / "table.json").write_text(json.dumps({"shapes": shapes}))
+    monkeypatch.setenv("INFIR2_GEMM_TABLE", str(tmp_path / "table.json"))
+    for cached in (gemm.table, gemm.fastest):
+        cached.cache_clear()
+    try:
+        assert gemm.fastest("2d", 8192, 2048, 1536) == gemm.DEEPGEMM
+        assert gemm.fastest("2d", 256, 128, 256) == gemm.CUBLASLT
+        assert gemm.fastest("1d", 8192, 2048, 1536) == gemm.CUBLASLT
+    finally:
+        for cached in (gemm.table, gemm.fastest):
+            cached.cache_clear()

@@ -18,6 +18,9 @@ from .copies import TILE, Copies, arguments, defines
 from .cuda import Argument, launch
 
 THREADS = 256
+# Rows whose loads a thread issues together, and blocks of a multiprocessor, with and without codes of moments: measured
+# on an H200 (benchmarks/LOG.md). Codes need many instructions, and so as many warps as registers allow.
+TUNING = {True: (1, 4), False: (4, 3)}
 
 
 def supports(weight: Tensor) -> bool:
@@ -42,6 +45,7 @@ def adam_(
     rows, cols = slot.weight.shape
     row = prepared if isinstance(prepared, QTensor) else None
     copy = prepared if isinstance(prepared, Tensor) and prepared.data_ptr() != slot.weight.data_ptr() else None
+    ahead, blocks = TUNING[slot.m.spec is not None or slot.v.spec is not None]
     constants = defines(row, None) | {
         "WIDE_GRAD": int(grad.dtype == torch.float32),
         "SPLIT": int(slot.remainder is not None),
@@ -49,6 +53,8 @@ def adam_(
         "V": _kind(slot.v),
         "ROOT": int(slot.v.spec is not None and slot.v.spec.root),
         "COPY": int(copy is not None),
+        "AHEAD": ahead,
+        "BLOCKS": blocks,
     }
     numbers = (step.beta1, 1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.keep)
     fields: tuple[Argument, ...] = (

@@ -4,8 +4,11 @@
 //
 // Every line of the update is one float32 operation, rounded once, so that the reference is met bit for bit.
 // Defines: WIDE_GRAD (float32 gradient, else bf16), SPLIT (weight bf16 and a remainder, else float32), M, V (0 float32,
-// 1 bf16, 2 E4M3 codes), ROOT (V in codes of the root), COPY (the weight in bf16 too), ROW, COL, POW2, E5M2.
+// 1 bf16, 2 E4M3 codes), ROOT (V in codes of the root), COPY (the weight in bf16 too), AHEAD (rows whose loads are issued
+// together), BLOCKS (of a multiprocessor), ROW, COL, POW2, E5M2.
 struct Form { void* data; float* scale; i64 salt; };
+
+constexpr int UNROLL = AHEAD;
 
 struct Values { float x[8]; };
 
@@ -75,19 +78,20 @@ __device__ __forceinline__ void store_moment(
     if (threadIdx.x % 16 == 0) form.scale[at / TILE] = scale;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) infir2_adamw(
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_adamw(
     void* weight, u16* remainder, const void* grad, Form first, Form second, u16* copy, i64 width, Copy row, Copy col,
     i64* counter, const float* scalars, const i64* updates, double beta1, double left1, double beta2, double left2,
     double eps, double keep) {
     __shared__ u32 partial[8];
     __shared__ __align__(16) u8 staged[COL ? STAGED : 16];
+    __shared__ uint4 mine[8][256];  // each thread's new weights: in registers they would spill
     if (scalars[3] != 0) return;  // skipped: weight, state and copies stay as they are
     const float size = scalars[0], unbias = scalars[1], factor = scalars[2];
     const u32 number = (u32)*updates, m_word = mix(number ^ (u32)first.salt), v_word = mix(number ^ (u32)second.salt);
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
     const int lane = threadIdx.x % 16, top_row = threadIdx.x / 16;
     uint4 y[8];
-#pragma unroll
+#pragma unroll UNROLL
     for (int i = 0; i < 8; ++i) {
         const i64 at = (r0 + i * 16 + top_row) * width + c0 + lane * 8;
         const Values g = WIDE_GRAD ? load_wide(reinterpret_cast<const float*>(grad) + at)
@@ -117,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) infir2_adamw(
         }
         store_moment(first, M, false, at, m, m, m_word);
         store_moment(second, V, ROOT, at, v, roots, v_word);
+        uint4 made;
         if (SPLIT) {
             u32 up[4], lo[4];
 #pragma unroll
@@ -125,14 +130,18 @@ extern "C" __global__ void __launch_bounds__(256, 2) infir2_adamw(
                 up[k] = (a + 0x8000u) >> 16 | ((b + 0x8000u) & 0xFFFF0000u);
                 lo[k] = (a & 0xFFFFu) | b << 16;
             }
-            y[i] = make_uint4(up[0], up[1], up[2], up[3]);
-            *reinterpret_cast<uint4*>(reinterpret_cast<u16*>(weight) + at) = y[i];
+            made = make_uint4(up[0], up[1], up[2], up[3]);
+            *reinterpret_cast<uint4*>(reinterpret_cast<u16*>(weight) + at) = made;
             *reinterpret_cast<uint4*>(remainder + at) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
         } else {
             store_wide(reinterpret_cast<float*>(weight) + at, p);
-            y[i] = packed(p);
+            made = packed(p);
         }
-        if (COPY) *reinterpret_cast<uint4*>(copy + at) = y[i];
+        if (COPY) *reinterpret_cast<uint4*>(copy + at) = made;
+        if (ROW || COL) mine[i][threadIdx.x] = made;
     }
-    if (ROW || COL) emit_square(y, r0, c0, row, col, partial, staged, counter);
+    if (!ROW && !COL) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = mine[i][threadIdx.x];
+    emit_square(y, r0, c0, row, col, partial, staged, counter);
 }
