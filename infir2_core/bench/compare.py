@@ -171,6 +171,7 @@ def _process(module: str, spec: ArmSpec) -> ArmTimes:
     done = subprocess.run(command, capture_output=True, text=True)
     last = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), "")
     if done.returncode or not last:
+        # The other arms' results must not be lost with this one's.
         tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        raise RuntimeError(f"{module} ended with {done.returncode}:\n{tail}")
+        return ArmTimes(failed=f"{module} ended with {done.returncode}:\n{tail}")
     return ArmTimes(**json.loads(last))

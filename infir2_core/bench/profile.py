@@ -17,9 +17,9 @@ GROUPS = (
     ("attention", r"sdpa|flash|fmha|cudnn_generated|softmax_lse"),
     ("fp8 gemm", r"e4m3|e5m2|fp8|qgmma|nvjet_qq|nvjet.*qq"),
     ("head loss", r"_softmax_gradient"),
-    ("quantise", r"^infir2_(tiles|square)"),
+    ("quantise", r"^infir2_(tiles|square|transpose)"),
     ("norm and rope", r"_add_rstd|_norm_backward|_rotate"),
-    ("optimizer", r"infir2_adamw|multi_tensor|FusedAdam|adam|foreach|lpnorm"),
+    ("optimizer", r"infir2_(adamw|accumulate)|multi_tensor|FusedAdam|adam|foreach|lpnorm"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|splitK"),
     ("copies and zeros", r"memcpy|memset|copy|fill|\bcat|CatArray"),
 )

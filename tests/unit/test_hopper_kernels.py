@@ -411,4 +411,6 @@ def test_sums_of_gradients_are_rounded_as_the_reference_does(dtype: torch.dtype)
     word = key(9, 4, 0, 2)
     expected = round_bf16(total.cpu().float() + addend.cpu(), word)
     weights.accumulate_(total, addend, word)
-    assert torch.equal(total.cpu().view(torch.int16), expected.view(torch.int16))
+    numbers = ~expected.isnan()  # a NaN's sign and payload differ between processors
+    assert torch.equal(total.cpu().isnan(), expected.isnan())
+    assert torch.equal(total.cpu()[numbers].view(torch.int16), expected[numbers].view(torch.int16))

@@ -21,8 +21,9 @@ from .cuda import launch
 THREADS = 256
 STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cu
 LOADED, NORMED, SWIGLU, SWIGLU_BACKWARD = range(4)
-# Rows whose loads a thread issues together, and blocks of a multiprocessor: measured on an H200 (benchmarks/LOG.md).
-TUNING = {LOADED: (8, 3), NORMED: (4, 4), SWIGLU: (4, 4), SWIGLU_BACKWARD: (2, 2)}
+# Rows whose loads a thread issues together, threads of a block, and blocks of a multiprocessor: measured on an H200
+# (benchmarks/LOG.md).
+TUNING = {LOADED: (8, 256, 3), NORMED: (4, 256, 4), SWIGLU: (4, 256, 4), SWIGLU_BACKWARD: (2, 256, 2)}
 
 
 def supports(x: Tensor, plan: QuantPlan) -> bool:
@@ -93,19 +94,20 @@ def run(
         kept_nonfinite: int64 scalar, to which infinities and NaNs are added when `kept` is made.
     """
     rows, cols = shape
-    ahead, blocks = TUNING[source]
+    ahead, threads, blocks = TUNING[source]
     constants = defines(copies.row, copies.col, product or kept) | {
         "KEPT": int(kept is not None),
         "SOURCE": source,
         "PLAIN": int(plain is not None),
         "PRODUCT": int(product is not None),
         "AHEAD": ahead,
+        "THREADS": threads,
         "BLOCKS": blocks,
     }
     staged = constants["COL"] * (2 if source == SWIGLU_BACKWARD else 1) + constants["PRODUCT"]
     fields = (*map(arguments, (copies.row, copies.col, product, kept)), nonfinite, kept_nonfinite)
     launch(
-        "tiles.cu", tuple(sorted(constants.items())), rows // TILE * (cols // TILE), THREADS, staged * STAGED_BYTES,
+        "tiles.cu", tuple(sorted(constants.items())), rows // TILE * (cols // TILE), threads, staged * STAGED_BYTES,
         (x, second, weight, plain, plain_product, cols, *fields), x.device,
     )  # fmt: skip
 

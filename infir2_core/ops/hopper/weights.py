@@ -20,7 +20,7 @@ from .cuda import Argument, launch
 THREADS = 256
 # Rows whose loads a thread issues together, and blocks of a multiprocessor, with and without codes of moments: measured
 # on an H200 (benchmarks/LOG.md). Codes need many instructions, and so as many warps as registers allow.
-TUNING = {True: (1, 4), False: (4, 3)}
+TUNING = {True: (1, 4), False: (2, 2)}
 
 
 def supports(weight: Tensor) -> bool:

@@ -1,20 +1,23 @@
 #include "codes.cuh"
-// One-pass quantisation in 1 x 128 blocks: one 128 x 128 tile a block of 256 threads, staged in shared memory as bf16.
+// One-pass quantisation in 1 x 128 blocks: one 128 x 128 tile a block of threads, staged in shared memory as bf16.
 //
 // Phase one goes through the tile by rows: 16 lanes hold a row, 8 elements each. Row maxima are shuffles, row codes
 // leave as 128 contiguous bytes, the bf16 values go to shared memory. Phase two goes through it by columns: a thread
-// holds two columns and 32 rows in registers, the maxima of four threads meet in shared memory, codes are staged
+// holds two columns and DEEP rows in registers, the maxima of a column meet in shared memory, codes are staged
 // transposed and leave as 128 contiguous bytes again. Every input is read once, every value is computed once.
 //
 // Defines: SOURCE, ROW, COL (copies wanted), PLAIN (the bf16 values too), PRODUCT (column copy of the SwiGLU product),
 // KEPT (row copy of gate and up: made by SWIGLU, read by SWIGLU_BACKWARD in place of x), AHEAD (rows whose loads are issued
-// together), BLOCKS (of a multiprocessor), POW2, E5M2.
+// together), THREADS, BLOCKS (of a multiprocessor), POW2, E5M2.
 #define LOADED 0           // x
 #define NORMED 1           // x * rstd * weight
 #define SWIGLU 2           // silu(gate) * up, x = gate, up beside each other
 #define SWIGLU_BACKWARD 3  // gradients of gate and up, and the product rebuilt
 constexpr int OUTPUTS = SOURCE == SWIGLU_BACKWARD ? 2 : 1;
 constexpr int UNROLL = AHEAD;
+constexpr int AT_ONCE = THREADS / 16;  // rows of a round of phase one
+constexpr int GROUPS = THREADS / 64;   // threads that share two columns in phase two
+constexpr int DEEP = TILE / GROUPS;    // their rows
 constexpr int PITCH = 136;       // bf16 of a staged row: 272 bytes, so that a column meets all banks
 constexpr int CODE_PITCH = 144;  // bytes of a staged column of codes
 
@@ -63,14 +66,14 @@ __device__ __forceinline__ void emit_row(const Eight& y, i64 r, i64 c, int lane,
     if (lane == 0) out.scale[(c / TILE) * out.pitch + r] = d;
 }
 
-// Column copy of a staged tile whose first element is (r0, c0). `partial` holds 4 x 64 pairs of maxima.
+// Column copy of a staged tile whose first element is (r0, c0). `partial` holds GROUPS x 64 pairs of maxima.
 __device__ __forceinline__ void emit_col(
     u16* tile, u32* partial, i64 r0, i64 c0, const Copy& out, i64* counter, bool count) {
     const int pair = threadIdx.x % 64, group = threadIdx.x / 64;
-    const u32* words = reinterpret_cast<const u32*>(tile) + group * 32 * (PITCH / 2) + pair;
-    u32 y[32], m = 0;
+    const u32* words = reinterpret_cast<const u32*>(tile) + group * DEEP * (PITCH / 2) + pair;
+    u32 y[DEEP], m = 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < DEEP; ++i) {
         y[i] = words[i * (PITCH / 2)];
         m = larger(m, y[i] & ~SIGNS);
     }
@@ -78,7 +81,7 @@ __device__ __forceinline__ void emit_col(
         int bad = 0;
         m = 0;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < DEEP; ++i) {
             m = larger(m, without_nan(y[i]));
             bad += not_finite(y[i]);
         }
@@ -86,31 +89,33 @@ __device__ __forceinline__ void emit_col(
     }
     partial[group * 64 + pair] = m;
     __syncthreads();  // all maxima are there, and the tile has been read: codes may take its place
-    m = larger(larger(partial[pair], partial[64 + pair]), larger(partial[128 + pair], partial[192 + pair]));
+#pragma unroll
+    for (int k = 0; k < GROUPS; ++k) m = larger(m, partial[k * 64 + pair]);
     float e0, d0, e1, d1;
     scales(m & 0xFFFFu, e0, d0);
     scales(m >> 16, e1, d1);
     if (group == 0)
         *reinterpret_cast<float2*>(out.scale + (r0 / TILE) * out.pitch + c0 + 2 * pair) = make_float2(d0, d1);
-    u32 even[8], odd[8];
+    u32 even[DEEP / 4], odd[DEEP / 4];
 #pragma unroll
-    for (int q = 0; q < 8; ++q) {
+    for (int q = 0; q < DEEP / 4; ++q) {
         const u32 *v = y + 4 * q;
         even[q] = codes4(low(v[0]) * e0, low(v[1]) * e0, low(v[2]) * e0, low(v[3]) * e0);
         odd[q] = codes4(high(v[0]) * e1, high(v[1]) * e1, high(v[2]) * e1, high(v[3]) * e1);
     }
     // Even columns lie before odd ones, so that the threads of a warp write to different banks.
     u8* staged = reinterpret_cast<u8*>(tile);
-    uint4* at = reinterpret_cast<uint4*>(staged + pair * CODE_PITCH + 32 * group);
-    at[0] = make_uint4(even[0], even[1], even[2], even[3]);
-    at[1] = make_uint4(even[4], even[5], even[6], even[7]);
-    at = reinterpret_cast<uint4*>(staged + (64 + pair) * CODE_PITCH + 32 * group);
-    at[0] = make_uint4(odd[0], odd[1], odd[2], odd[3]);
-    at[1] = make_uint4(odd[4], odd[5], odd[6], odd[7]);
+    uint4* first = reinterpret_cast<uint4*>(staged + pair * CODE_PITCH + DEEP * group);
+    uint4* second = reinterpret_cast<uint4*>(staged + (64 + pair) * CODE_PITCH + DEEP * group);
+#pragma unroll
+    for (int q = 0; q < DEEP / 16; ++q) {
+        first[q] = make_uint4(even[4 * q], even[4 * q + 1], even[4 * q + 2], even[4 * q + 3]);
+        second[q] = make_uint4(odd[4 * q], odd[4 * q + 1], odd[4 * q + 2], odd[4 * q + 3]);
+    }
     __syncthreads();
 #pragma unroll
-    for (int round = 0; round < 4; ++round) {  // eight lanes a column
-        const int column = round * 32 + threadIdx.x / 8, piece = threadIdx.x % 8 * 16;
+    for (int round = 0; round < TILE * 8 / THREADS; ++round) {  // eight lanes a column
+        const int column = round * (THREADS / 8) + threadIdx.x / 8, piece = threadIdx.x % 8 * 16;
         const int slot = column % 2 * 64 + column / 2;
         *reinterpret_cast<uint4*>(out.codes + (c0 + column) * out.width + r0 + piece) =
             *reinterpret_cast<const uint4*>(staged + slot * CODE_PITCH + piece);
@@ -118,13 +123,13 @@ __device__ __forceinline__ void emit_col(
 }
 
 // x: the source, or gate and up [R, 2 width]; g: rstd (float) or the product's gradient; w: the norm's weight (float).
-extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) infir2_tiles(
     const u16* x, const void* g, const float* w, u16* plain, u16* plain_product, i64 width, Copy row, Copy col,
     Copy product, Copy kept, i64* counter, i64* kept_counter) {
     extern __shared__ __align__(16) u16 tiles[];  // COL * OUTPUTS + PRODUCT tiles of 128 x PITCH
-    __shared__ u32 partial[3][256];
+    __shared__ u32 partial[3][THREADS];
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
-    const int lane = threadIdx.x % 16, first = threadIdx.x / 16;  // 16 rows at a time
+    const int lane = threadIdx.x % 16, first = threadIdx.x / 16;  // 16 lanes a row
     const i64 c = c0 + lane * 8;
 #if SOURCE == NORMED
     float weight[8];
@@ -132,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_tiles(
     for (int k = 0; k < 8; ++k) weight[k] = low(pack(w[c + k], 0.f));
 #endif
 #pragma unroll UNROLL
-    for (int i = 0; i < 8; ++i) {
-        const int tile_row = i * 16 + first;
+    for (int i = 0; i < TILE / AT_ONCE; ++i) {
+        const int tile_row = i * AT_ONCE + first;
         const i64 r = r0 + tile_row;
         u16* staged = tiles + tile_row * PITCH + lane * 8;
         Eight y;
