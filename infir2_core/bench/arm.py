@@ -66,7 +66,7 @@ class ArmTimes:
         parameters: count.
         versions: package -> version.
         profile: kernel group -> milliseconds, with `span` and `gaps`.
-        by: GEMM label -> implementation.
+        by: GEMM label, or `attention` -> implementation.
         failed: why there are no times, for people; empty when there are.
     """
 
@@ -126,6 +126,7 @@ def measure(spec: ArmSpec) -> ArmTimes:
     from ..data.batch import rows_to_batch
     from ..engines.native import NativeEngine
     from ..engines.ranks import Ranks
+    from ..ops.attention import implementation as implementation_of
     from ..ops.dispatch import ledger
     from ..precision.recipe import load_recipe
 
@@ -154,6 +155,7 @@ def measure(spec: ArmSpec) -> ArmTimes:
     ledger.start()
     engine.train_step([next(batches)], preset.cpt.lr)
     by = {f"{gemm} {operands}": implementation for gemm, operands, implementation in ledger.stop()}
+    by["attention"] = implementation_of(torch.empty(0, 1, shape.head_dim, dtype=engine.model.dtype, device=spec.device))
     for _ in range(spec.after + spec.warmup - 1):
         engine.train_step([next(batches)], preset.cpt.lr)
     if cuda:

@@ -94,7 +94,6 @@ def run(chosen: list[Arm], turns: int, note: Callable[[str], None] = lambda text
 
     Raises:
         MachineError: no arm fits the card.
-        RuntimeError: an arm ended without a result; its last lines are in the message.
     """
     times: dict[str, list[ArmTimes]] = {arm.name: [] for arm in chosen}
     for turn in range(turns):
