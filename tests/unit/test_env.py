@@ -30,6 +30,7 @@ LAPTOP = Machine(
     megatron_core="0.16.1",
     transformer_engine=None,
     flash_attention_4=None,
+    deep_gemm=None,
 )
 SERVER = dataclasses.replace(
     LAPTOP, gpus=(H200,), driver="580.1", torch="2.11.0+cu130", cuda="13.0", cublas="13.1.0", nccl="2.28.9"
