@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """State and activations of one device, less `shared_bytes`, which hold an activation first, a gradient later."""
+        """State and activations of one device, less `shared_bytes`: activations first, gradients later."""
         return self.state_bytes + self.activation_bytes - self.shared_bytes
 
 
@@ -70,8 +70,8 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
 
     - state: `state_bytes` a parameter
     - activations: what backward keeps of one microbatch, per layer and token (linear inputs are one byte in FP8, gate
-      and up as `save.gate_up` says, the SwiGLU product is rebuilt), with the largest set of temporaries beside it: those of
-      SwiGLU's backward, in bf16 and codes by kernels, in float32 by reference
+      and up as `save.gate_up` says, the SwiGLU product is rebuilt), with the largest set of temporaries beside it:
+      those of SwiGLU's backward, in bf16 and codes by kernels, in float32 by reference
     - shared: with one microbatch a step, backward frees a layer's activations before the next layer has gradients
     - disk: `checkpoint_bytes` a parameter, and one checkpoint more than is kept exists while it is written
     """
