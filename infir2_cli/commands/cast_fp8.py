@@ -12,7 +12,14 @@ from ..output import DebugFlag, JsonFlag, emit, guarded, say, table
 
 @guarded
 def cast_fp8(
-    source: Annotated[str, typer.Argument(metavar="HF_DIR", help="Hugging Face folder or hub id.", show_default=False)],
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="HF_DIR",
+            help="Hugging Face folder, hub id, run or checkpoint; default: the run written to last.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Argument(metavar="OUT", help="Folder to write; default: HF_DIR-fp8.", show_default=False)
     ] = None,
@@ -35,16 +42,26 @@ def cast_fp8(
     from infir2_core.convert.cast import cast
     from infir2_core.convert.cast_plan import plan_cast
     from infir2_core.convert.folder import open_folder
-    from infir2_core.convert.sources import model_folder
     from infir2_core.convert.staging import check_out
     from infir2_core.convert.verify import require
+    from infir2_core.errors import InputError
     from infir2_core.machine import pick_device
 
-    chosen = pick_device(device)
-    folder = model_folder(source, "HF_DIR")
-    target = out or Path(f"{source.rstrip('/')}-fp8" if folder.samefile(source) else f"{source.split('/')[-1]}-fp8")
+    from ..exporting import default_out, export, find_source
+
+    chosen, size = pick_device(device), _block(block)
+    folder = find_source(source, "HF_DIR")
+    if not (folder / "config.json").is_file():
+        exported = default_out(folder)
+        if not exported.exists():
+            if dry_run:
+                raise InputError("the run is not exported yet", str(folder), f"infir2 convert to-hf {folder}")
+            say(f"exported to {export(folder, exported)['out']}")
+        folder = exported
+    here = source is None or folder.absolute().is_relative_to(Path.cwd()) or Path(source).exists()
+    target = out or (folder.with_name(f"{folder.name}-fp8") if here else Path(f"{str(source).split('/')[-1]}-fp8"))
     check_out(target, folder)
-    plan = plan_cast(open_folder(folder), pow2_scale, _block(block), tuple(keep or ()), scale_fmt)
+    plan = plan_cast(open_folder(folder), pow2_scale, size, tuple(keep or ()), scale_fmt)
     facts = plan.as_dict() | {"out": target}
     if dry_run:
         emit(facts, lambda: _show_plan(facts))

@@ -114,7 +114,12 @@ def check_size(size: str, weights: Weights, where: str) -> None:
         )
 
 
-def _open(folder: Path, where: str) -> Weights:
+def open_native(folder: Path, where: str) -> Weights:
+    """The checkpoint that a checkpoint folder is, or the newest complete one of a run folder.
+
+    Raises:
+        InputError: neither, a run without a complete checkpoint, or a manifest that does not say what model it holds.
+    """
     if (folder / MANIFEST).is_file():
         return _checkpoint(folder)
     if (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir():
@@ -123,6 +128,13 @@ def _open(folder: Path, where: str) -> Weights:
         if not whole:
             raise InputError("this run has no complete checkpoint", str(folder / CHECKPOINTS), "train it further")
         return _checkpoint(whole[-1])
+    wanted = f"{MANIFEST} (a checkpoint) or {CONFIG} and {CHECKPOINTS}/ (a run)"
+    raise InputError(f"no checkpoint here: the folder has neither {wanted}", f"{where}: {folder}")
+
+
+def _open(folder: Path, where: str) -> Weights:
+    if (folder / MANIFEST).is_file() or ((folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir()):
+        return open_native(folder, where)
     if (folder / "config.json").is_file():
         if not any(folder.glob("*.safetensors")):
             found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"

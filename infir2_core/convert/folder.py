@@ -58,15 +58,20 @@ class HFFolder:
         return dict(self.config.get("quantization_config") or {})
 
     def side_files(self) -> Iterator[Path]:
-        """Every other file, relative to the folder: tokenizer, chat template, generation config, licence, card.
+        """As the function of this name."""
+        return side_files(self.path)
 
-        Weights in other formats and hidden files are left out.
-        """
-        for path in sorted(self.path.rglob("*")):
-            inside = path.relative_to(self.path)
-            hidden = any(part.startswith(".") for part in inside.parts)
-            if path.is_file() and not hidden and path.suffix not in _OTHER_WEIGHTS and str(inside) not in _SKIPPED:
-                yield inside
+
+def side_files(folder: Path) -> Iterator[Path]:
+    """Every other file, relative to the folder: tokenizer, chat template, generation config, licence, card.
+
+    Weights in other formats and hidden files are left out.
+    """
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if path.is_file() and not hidden and path.suffix not in _OTHER_WEIGHTS and str(inside) not in _SKIPPED:
+            yield inside
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""Exports a run or checkpoint as a Hugging Face folder; shared by the commands that start from such a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .output import say
+
+
+def find_source(reference: str | None, where: str) -> Path:
+    """The folder that `reference` names: a path, the name of a run, or a hub id; None: the newest run of the project.
+
+    Raises:
+        InputError: nothing of that name.
+    """
+    from infir2_core.convert.sources import model_folder
+    from infir2_core.errors import InputError
+    from infir2_core.runs import default_runs_dir, resolve_run
+
+    runs = default_runs_dir(Path.cwd())
+    if reference is None:
+        folder = resolve_run(None, runs)
+        say(f"{where}: {folder}, the run written to last")
+        return folder
+    if (runs / reference / "config.toml").is_file():
+        return runs / reference
+    try:
+        return model_folder(reference, where)
+    except InputError:
+        if "/" in reference:
+            raise
+        return resolve_run(reference, runs)
+
+
+def default_out(folder: Path) -> Path:
+    """Where the export of a run or checkpoint goes: RUN/hf/step-N inside a run, CHECKPOINT-hf elsewhere."""
+    from infir2_core.config.source import CHECKPOINTS, open_native
+    from infir2_core.errors import InputError
+
+    if (folder / "config.json").is_file():
+        raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
+    path = open_native(folder, str(folder)).path
+    return (
+        path.parent.parent / "hf" / path.name if path.parent.name == CHECKPOINTS else path.with_name(f"{path.name}-hf")
+    )
+
+
+def export(folder: Path, out: Path, origin: str | None = None, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Writes the Hugging Face folder `out` from a run or checkpoint, with a progress bar; the facts for the user."""
+    from infir2_core.convert.export import export_hf
+    from infir2_core.convert.native_in import surroundings
+    from infir2_core.convert.staging import check_out
+    from infir2_core.convert.weights import NativeWeights, open_weights
+    from infir2_core.errors import InputError
+
+    from .progress import BytesBar
+
+    check_out(out, folder)
+    weights = open_weights(folder, "RUN_OR_CHECKPOINT")
+    try:
+        if not isinstance(weights, NativeWeights):
+            raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
+        found = surroundings(weights, origin, dtype)
+        for note in found.notes:
+            say(f"note: {note}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with BytesBar("exporting") as bar:
+            facts = export_hf(weights, out, dtype, found.beside, bar.update)
+    finally:
+        weights.close()
+    return facts | {"source": weights.path, "notes": found.notes}
