@@ -25,12 +25,13 @@ def find_source(reference: str | None, where: str) -> Path:
         return folder
     if (runs / reference / "config.toml").is_file():
         return runs / reference
-    try:
+    if "/" in reference or Path(reference).exists():
         return model_folder(reference, where)
-    except InputError:
-        if "/" in reference:
-            raise
+    try:
         return resolve_run(reference, runs)
+    except InputError as error:
+        what = f"'{reference}' is neither a folder, nor a hub id, nor a run in {runs}"
+        raise InputError(what, where, error.hint) from error
 
 
 def default_out(folder: Path) -> Path:

@@ -61,7 +61,10 @@ def explained(hub_id: str, where: str, missing: str = "") -> Iterator[None]:
             hint = "hf auth login, with a token that may do this"
             raise InputError(f"the hub refuses access to '{hub_id}' ({code})", where, hint) from error
         raise InputError(f"{begin}the hub cannot be reached: {_reason(error)}", where, "try again later") from error
-    except OSError as error:
+    except Exception as error:
+        transport = type(error).__module__.split(".")[0] in ("httpx", "httpcore")  # what the library talks through
+        if not (transport or isinstance(error, OSError)) or isinstance(error, InputError):
+            raise
         hint = "go online, or copy the model here and give its folder"
         raise InputError(f"{begin}the hub cannot be reached: {_reason(error)}", where, hint) from error
 
@@ -89,3 +92,47 @@ def snapshot(hub_id: str, where: str, patterns: Sequence[str] = MODEL_FILES, **o
         if not (folder / "config.json").is_file():
             raise InputError(f"the hub model '{hub_id}' has no config.json", where, "choose a transformers model")
         return folder
+
+
+def pull(hub_id: str, out: Path | None, revision: str | None) -> Path:
+    """Downloads every file of a model that a loader needs, into `out` or the cache; a broken download is continued.
+
+    Raises:
+        InputError: as `snapshot`.
+    """
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if out is not None:
+        options["local_dir"] = out
+    patterns = (*MODEL_FILES, "*.md", "*.model", "LICENSE*", "NOTICE*")
+    return snapshot(hub_id, "HUB_ID", patterns, **options)
+
+
+def push(folder: Path, hub_id: str, private: bool, revision: str | None, pull_request: bool, message: str) -> str:
+    """Uploads a folder and returns the address of the commit (or of the pull request); files that the hub has already
+    are not sent again, so a broken upload is continued by the same call.
+
+    Args:
+        private: for a repository that does not exist yet.
+        revision: branch; None: main.
+        pull_request: propose the change instead of committing it.
+
+    Raises:
+        InputError: no token, no right to write there, or a hub that cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    from . import __version__
+
+    api = HfApi(library_name="infir2", library_version=__version__)
+    with explained(hub_id, "HUB_ID"):
+        if not pull_request:
+            api.create_repo(hub_id, private=private, exist_ok=True)
+        info = api.upload_folder(
+            repo_id=hub_id,
+            folder_path=folder,
+            revision=revision,
+            create_pr=pull_request,
+            commit_message=message,
+            ignore_patterns=[".*", "**/.*", "*.part"],
+        )
+    return str(info.pr_url or info.commit_url)

@@ -58,8 +58,8 @@ def cast_fp8(
                 raise InputError("the run is not exported yet", str(folder), f"infir2 convert to-hf {folder}")
             say(f"exported to {export(folder, exported)['out']}")
         folder = exported
-    here = source is None or folder.absolute().is_relative_to(Path.cwd()) or Path(source).exists()
-    target = out or (folder.with_name(f"{folder.name}-fp8") if here else Path(f"{str(source).split('/')[-1]}-fp8"))
+    fetched = source is not None and "/" in source and not Path(source).exists()  # lies in the hub's cache
+    target = out or (Path(f"{str(source).split('/')[-1]}-fp8") if fetched else folder.with_name(f"{folder.name}-fp8"))
     check_out(target, folder)
     plan = plan_cast(open_folder(folder), pow2_scale, size, tuple(keep or ()), scale_fmt)
     facts = plan.as_dict() | {"out": target}

@@ -1,4 +1,4 @@
-"""The model card of an export: what the weights are, how they were trained and what was measured, and by which tool.
+"""Model cards: what the weights are, how they were trained and what was measured, and by which tool.
 
 Facts come from the run folder; licence and base model are inherited from the origin's card where there is one. Paths of
 the machine that trained do not enter.
@@ -6,6 +6,7 @@ the machine that trained do not enter.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,12 @@ from typing import Any
 
 from .. import __version__
 from ..config.schema import RunConfig
+from ..errors import InputError
 from ..train.metrics import read_metrics
+from .cast import REPORT
+from .folder import read_config, weight_shape
 
-CARD = "README.md"
+CARD, FP8_HEADING = "README.md", "## FP8 cast"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,63 @@ def inherited(origin: Path | None) -> dict[str, Any]:
         return {}  # a damaged card is no reason to refuse the weights beside it
     wanted = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model", "tags")
     return {key: data[key] for key in wanted if data.get(key)}
+
+
+def folder_card(folder: Path, base_model: str = "", licence: str = "") -> str:
+    """The card of a finished folder: its own text, with licence, base model and what an FP8 cast measured put in.
+
+    Args:
+        base_model: hub id of the model that this one was made from; empty: what the folder's card says.
+        licence: hub name of a licence; empty: what the folder's card says.
+
+    Raises:
+        InputError: the folder has no config.json, or its cast report is damaged.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    report = _cast_report(folder)
+    weight_shape(read_config(folder), str(folder / "config.json"))
+    front = inherited(folder)
+    text = ModelCard.load(folder / CARD, ignore_metadata_errors=True).text if (folder / CARD).is_file() else ""
+    text = text.split(FP8_HEADING)[0].strip() or f"# {folder.resolve().name}"
+    if base_model:
+        front["base_model"] = base_model
+    if licence:
+        front["license"] = licence
+    front["tags"] = sorted({"infir2", *front.get("tags", []), *(["fp8"] if report else [])})
+    front |= {"library_name": "transformers"}
+    if report and front.get("base_model"):
+        front["base_model_relation"] = "quantized"
+    lines = ["---", ModelCardData(**front).to_yaml(), "---", "", text]
+    if report:
+        lines += ["", FP8_HEADING, "", *_table(_fp8_rows(report))]
+    return "\n".join(lines) + "\n"
+
+
+def _cast_report(folder: Path) -> dict[str, Any]:
+    file = folder / REPORT
+    if not file.is_file():
+        return {}
+    try:
+        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        _fp8_rows(report)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"the report of the cast cannot be read: {error}", str(file), "cast the model again"
+        ) from error
+    return report
+
+
+def _fp8_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    scales = "powers of two" if report["scale"] == "pow2" else "float32"
+    height, width = report["quantization_config"]["weight_block_size"]
+    return [
+        ("weights", f"E4M3 in {height}x{width} blocks, scales {scales} ({report['why']})"),
+        ("relative error of the weights", f"{report['total']['relative_error']:.5f}"),
+        ("weights that became zero", f"{report['total']['underflow']:.3%}"),
+        ("left as they were", f"{len(report['kept'])} linear layers, embedding, norms and biases"),
+        ("cast by", report["tool"]),
+    ]
 
 
 def card_text(facts: Facts) -> str:

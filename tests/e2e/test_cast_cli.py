@@ -70,7 +70,7 @@ def test_wrong_options(run_cli: Cli, tmp_path: Path, words: list[str], code: int
 
 def test_a_folder_that_is_none_and_an_unknown_class(run_cli: Cli, tmp_path: Path) -> None:
     done = run_cli("cast-fp8", "nothing", cwd=tmp_path)
-    assert done.returncode == 3 and "neither a folder nor a hub id" in done.stderr
+    assert done.returncode == 3 and "neither a folder, nor a hub id, nor a run" in done.stderr
     done = run_cli("cast-fp8", "nobody/nothing", cwd=tmp_path)
     assert done.returncode == 3 and "the hub cannot be reached" in done.stderr and "HF_HUB_OFFLINE" in done.stderr
     (tmp_path / "other").mkdir()

@@ -59,7 +59,7 @@ def test_wrong_words(run_cli: Cli, tmp_path: Path) -> None:
         (("to-hf", "hf", "out", "--dtype", "fp8"), 2, "no dtype 'fp8'"),
         (("from-hf", "hf", "out", "--layout", "megatorn"), 2, "no layout 'megatorn'"),
         (("from-hf", "hf", "hf"), 3, "over the source"),
-        (("check", "hf", "nothing"), 3, "there is no run 'nothing'"),
+        (("check", "hf", "nothing"), 3, "'nothing' is neither a folder, nor a hub id, nor a run"),
     ):
         done = run_cli("convert", *words, cwd=tmp_path)
         assert done.returncode == code and expected in done.stderr, done.stderr
