@@ -13,7 +13,9 @@ app = typer.Typer(help="Move checkpoints between formats, and check them.", no_a
 
 Source = Annotated[
     str | None,
-    typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Default: the run written to last.", show_default=False),
+    typer.Argument(
+        metavar="RUN_OR_CHECKPOINT", help="Ours or Megatron's; default: the run written to last.", show_default=False
+    ),
 ]
 Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="Default: RUN/hf/step-N.", show_default=False)]
 
@@ -53,11 +55,12 @@ def to_hf(
 def from_hf(
     source: Annotated[str, typer.Argument(metavar="HF_DIR", help="Hugging Face folder or hub id.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Checkpoint folder to write.", show_default=False)],
-    layout: Annotated[str, typer.Option(help="native.")] = "native",
+    layout: Annotated[str, typer.Option(help="native, or megatron (torch_dist).")] = "native",
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Write a Hugging Face model as a checkpoint that training starts from."""
+    from infir2_core.convert.megatron.write import export_megatron
     from infir2_core.convert.native_out import export_native
     from infir2_core.convert.sources import model_folder
     from infir2_core.convert.staging import check_out
@@ -66,12 +69,12 @@ def from_hf(
 
     from ..progress import BytesBar
 
-    writers = {"native": export_native}
+    writers = {"native": export_native, "megatron": export_megatron}
     if layout not in writers:
         raise UsageError(f"no layout '{layout}'", "--layout", nearest(layout, writers))
     folder = model_folder(source, "HF_DIR")
     check_out(out, folder)
-    weights = HFWeights(folder)
+    weights = HFWeights(folder, trained=True)
     with BytesBar("converting") as bar:
         facts = writers[layout](weights, out, bar.update)
     weights.close()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..config.hf_config import shape_to_hf
+from ..config.hf_config import shape_from_hf, shape_to_hf
 from ..config.schema import ModelShape
 from ..errors import InputError
 from ..model.hf import INDEX, SINGLE
@@ -132,6 +132,13 @@ def _config(shape: ModelShape, dtype: str, origin: Path | None) -> dict[str, Any
         found = tensor_shapes(theirs).get(name)
         raise InputError(what + (str(list(found)) if found else "absent there"), f"--origin {origin}")
     config = {key: value for key, value in config.items() if key != "quantization_config"}
+    said = shape_from_hf(config, str(origin / "config.json"))
+    for name in ("rope_base", "norm_eps", "tied"):
+        if getattr(said, name) != getattr(shape, name):
+            what = (
+                f"the origin says {name} = {getattr(said, name)}, the weights were trained with {getattr(shape, name)}"
+            )
+            raise InputError(what, f"--origin {origin}", "give the model that training began with")
     return config | {"dtype": dtype, "torch_dtype": dtype}
 
 

@@ -100,8 +100,12 @@ def weight_shape(config: dict[str, Any], where: str) -> ModelShape:
     Raises:
         InputError: a model class that is not known (with those that are), or a key that is missing or wrong.
     """
-    wanted = {"model_type", *KEYS.values()} - {KEYS["rope_base"]}
-    return shape_from_hf({key: value for key, value in config.items() if key in wanted}, where)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        return shape_from_hf(plain, where)
+    except InputError:
+        wanted = {"model_type", *KEYS.values()} - {KEYS["rope_base"]}
+        return shape_from_hf({key: value for key, value in plain.items() if key in wanted}, where)
 
 
 def open_folder(folder: Path) -> HFFolder:

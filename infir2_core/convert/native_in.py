@@ -8,12 +8,10 @@ from pathlib import Path
 
 from ..config.source import open_native
 from ..data.tokenizer import BYTE, ByteTokenizer, byte_alphabet
-from ..errors import InputError
 from ..precision.recipe import Recipe, list_recipes, load_recipe
 from .card import CARD, Facts, card_text, hub_name, measured
 from .cast_plan import read_recipe
 from .export import Beside
-from .sources import model_folder
 from .weights import NativeWeights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -27,24 +25,20 @@ class Surroundings:
     notes: list[str] = field(default_factory=list)
 
 
-def surroundings(weights: NativeWeights, origin: str | None, dtype: str) -> Surroundings:
+def surroundings(weights: NativeWeights, origin: Path | None, dtype: str) -> Surroundings:
     """Finds what belongs to a checkpoint.
 
     Args:
-        origin: Hugging Face folder or hub id that gives config, tokenizer and licence; None: the folder that the run
-            started from, when it is still there.
+        origin: Hugging Face folder that gives config, tokenizer and licence; None: the folder that the run started
+            from, when it is still there.
 
     Raises:
-        InputError: `origin` is given and is no Hugging Face model, or the run's recipe is damaged.
+        InputError: the run's recipe is damaged.
     """
     run = open_native(weights.path, "RUN_OR_CHECKPOINT").run
     home = weights.path.parent.parent
-    notes, folder = [], None
-    if origin is not None:
-        folder = model_folder(origin, "--origin")
-        if not (folder / "config.json").is_file():
-            raise InputError("the origin has no config.json", f"--origin {folder}", "give a Hugging Face folder")
-    elif run and run.source.kind == "hf" and (Path(run.source.path) / "config.json").is_file():
+    notes, folder = [], origin
+    if folder is None and run and run.source.kind == "hf" and (Path(run.source.path) / "config.json").is_file():
         folder = Path(run.source.path)
         notes.append(f"config, tokenizer and licence come from {folder}, which the run started from")
     recipe = (read_recipe(home) if run else None) or _by_hash(weights)

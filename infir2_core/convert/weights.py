@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..config.hf_config import shape_from_hf
 from ..config.schema import ModelShape
 from ..config.source import CHECKPOINTS, CONFIG, MANIFEST, open_native
 from ..errors import InputError
@@ -50,14 +51,20 @@ class Weights(Protocol):
 
 
 class HFWeights:
-    """A Hugging Face folder of bf16, fp16 or fp32 weights; a tied head that was written anyway is passed over."""
+    """A Hugging Face folder of bf16, fp16 or fp32 weights; a tied head that was written anyway is passed over.
+
+    Args:
+        trained: training will start from it, so that variants which the decoder does not compute are refused.
+    """
 
     kind = "hf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trained: bool = False) -> None:
         self.folder: HFFolder = open_folder(path)
         if method := self.folder.quantization.get("quant_method"):
             raise InputError(f"the model is quantised ({method})", str(path), "give the bf16 model instead")
+        if trained:
+            shape_from_hf(self.folder.config, str(path / "config.json"))
         self.path, self.shape = path, self.folder.shape
         self._entries = {name: self.folder.entries[name] for name in tensor_shapes(self.shape)}
         self.tensors: Layout = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
@@ -122,8 +129,12 @@ class NativeWeights:
         """As `Weights.close`."""
 
 
-def open_weights(folder: Path, where: str) -> Weights:
-    """The weights in a Hugging Face folder, a run folder (its newest complete checkpoint) or a checkpoint.
+def open_weights(folder: Path, where: str, origin: ModelShape | None = None) -> Weights:
+    """The weights in a Hugging Face folder, a run folder (its newest complete checkpoint), a checkpoint of ours or one
+    of Megatron's.
+
+    Args:
+        origin: architecture that a checkpoint of Megatron's began as; it settles what the checkpoint leaves open.
 
     Raises:
         InputError: the folder is none of these, or what it holds is damaged.
@@ -133,5 +144,11 @@ def open_weights(folder: Path, where: str) -> Weights:
         return NativeWeights(found.path, found.shape)
     if (folder / "config.json").is_file():
         return HFWeights(folder)
-    what = f"no weights here: neither config.json (Hugging Face), {MANIFEST} nor {CHECKPOINTS}/ (infir2)"
+    from .megatron.dist import is_megatron
+
+    if is_megatron(folder):
+        from .megatron.weights import MegatronWeights
+
+        return MegatronWeights(folder, where, origin)
+    what = f"no weights here: neither config.json (Hugging Face), {MANIFEST} nor {CHECKPOINTS}/ (infir2), nor .metadata"
     raise InputError(what, f"{where}: {folder}", "give a Hugging Face folder, a run or a checkpoint")

@@ -64,3 +64,19 @@ def test_wrong_words(run_cli: Cli, tmp_path: Path) -> None:
         done = run_cli("convert", *words, cwd=tmp_path)
         assert done.returncode == code and expected in done.stderr, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_megatron_there_and_back(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", vocab=300)
+    done = run_cli("convert", "from-hf", "hf", "mc", "--layout", "megatron", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert run_cli("convert", "check", "hf", "mc", cwd=tmp_path).returncode == 0
+    done = run_cli("convert", "to-hf", "mc", "--origin", "hf", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["out"] == str(tmp_path / "mc/release-hf")
+    done = run_cli("convert", "check", "mc/release-hf", "hf", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["dtypes"] == []
+    assert (tmp_path / "mc/release-hf/merges.txt").is_file()
+    (tmp_path / "old/iter_0000005/mp_rank_00").mkdir(parents=True)
+    done = run_cli("convert", "to-hf", "old/iter_0000005", "out", cwd=tmp_path)
+    assert done.returncode == 3 and "--ckpt-convert-format torch_dist" in done.stderr

@@ -107,11 +107,20 @@ def test_hf_to_native_to_hf_is_bit_for_bit(tmp_path: Path, dtype: torch.dtype, t
     }
 
 
+def test_a_variant_is_cast_and_compared_but_not_trained(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    edit_config(tmp_path / "hf", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert compare(HFWeights(tmp_path / "hf"), HFWeights(tmp_path / "hf"))["equal"]
+    with pytest.raises(InputError, match="rope scaling 'yarn' is not supported"):
+        HFWeights(tmp_path / "hf", trained=True)
+
+
 def test_training_starts_from_a_converted_checkpoint(tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
     export_native(HFWeights(tmp_path / "hf"), tmp_path / "native")
     loaded = CheckpointStore(tmp_path).load(tmp_path / "native")
     assert loaded.step == 0 and loaded.state["engine"]["model"]["hidden"] == 256
+    assert loaded.state["engine"]["model"]["rope_base"] == 1e6
     source = load_file(tmp_path / "hf/model.safetensors")
     assert loaded.tensors.keys() == {f"model/{name}" for name in source}
     assert all(torch.equal(loaded.tensors[f"model/{name}"], tensor.float()) for name, tensor in source.items())
@@ -172,6 +181,11 @@ def test_the_origin_of_a_run_gives_config_tokenizer_and_licence(tmp_path: Path) 
     assert "license: apache-2.0" in card and "base_model: Some/Model" in card
     assert (tmp_path / "hf/merges.txt").is_file() and not (tmp_path / "hf/pytorch_model.bin").exists()
     assert json.loads((tmp_path / "hf/config.json").read_text())["bos_token_id"] == 1
+    edit_config(home, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    with pytest.raises(
+        InputError, match="the origin says rope_base = 500000.0, the weights were trained with 1000000.0"
+    ):
+        export_hf(weights, tmp_path / "other", beside=found.beside)
     edit_config(home, intermediate_size=512)
     with pytest.raises(InputError, match="another architecture: 'model.layers.0.mlp.down_proj.weight'"):
         export_hf(weights, tmp_path / "other", beside=found.beside)
