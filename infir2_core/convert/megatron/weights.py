@@ -150,19 +150,14 @@ class MegatronWeights:
                 raise InputError(what, str(self.path), "give the model that training began with")
             return origin.vocab
         said = self.checkpoint.arguments.get("vocab_size")
+        for preset in list_presets():  # some scripts call the padded size the vocabulary
+            same = all(getattr(preset.model, key) == found[key] for key in ("layers", "hidden", "ffn", "heads"))
+            if same and preset.model.vocab <= padded:
+                vocab = preset.model.vocab
+                self.notes.append(f"vocabulary {vocab}, as preset {preset.size} has it (padded: {padded})")
+                return vocab
         if isinstance(said, int) and 0 < said <= padded:
             return said
-        for preset in list_presets():
-            if all(
-                getattr(preset.model, key) == value
-                for key, value in found.items()
-                if key in ("layers", "hidden", "ffn")
-            ):
-                if preset.model.vocab <= padded:
-                    self.notes.append(
-                        f"vocabulary {preset.model.vocab}, as preset {preset.size} has it (padded: {padded})"
-                    )
-                    return preset.model.vocab
         self.notes.append(f"nothing says how many of the {padded} words are padding: all are kept (--origin says)")
         return padded
 
