@@ -66,7 +66,7 @@ def export(folder: Path, out: Path, origin: str | None = None, dtype: str = "bfl
 
     from .progress import BytesBar
 
-    check_out(out, folder)
+    check_out(out)
     home = model_folder(origin, "--origin") if origin else None
     shape = shape_from_hf(read_config(home), str(home / "config.json")) if home else None
     weights = open_weights(folder, "RUN_OR_CHECKPOINT", shape)

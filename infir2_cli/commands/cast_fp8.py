@@ -43,7 +43,6 @@ def cast_fp8(
     from infir2_core.convert.cast_plan import plan_cast
     from infir2_core.convert.folder import open_folder
     from infir2_core.convert.staging import check_out
-    from infir2_core.convert.verify import require
     from infir2_core.errors import InputError
     from infir2_core.machine import pick_device
 
@@ -69,9 +68,11 @@ def cast_fp8(
     from ..progress import BytesBar
 
     with BytesBar("casting") as bar:
-        report = cast(plan, target, chosen, lambda done, total, shard: bar.update(done, total, shard))
-    with BytesBar("checking") as bar:
-        require(target, watch=bar.update)
+
+        def checked(done: int, total: int) -> None:
+            bar.update(done, total, "checking")
+
+        report = cast(plan, target, chosen, bar.update, checked)
     emit(facts | report, lambda: _show_report(target, report))
 
 

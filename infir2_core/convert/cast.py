@@ -28,6 +28,7 @@ from .folder import SCALE, grid
 from .safefile import Entry, Reader, Writer
 from .staging import Staging, copy_file, write_whole
 from .streams import STRIP, Strip, check_finite, in_parallel, strips
+from .verify import require
 
 REPORT = "cast_report.json"
 Watch = Callable[[int, int, str], None]  # bytes done, bytes in all, the shard
@@ -69,7 +70,11 @@ class Sums:
 
 
 def cast(
-    plan: CastPlan, out: Path, device: str = "cpu", watch: Watch = lambda done, total, shard: None
+    plan: CastPlan,
+    out: Path,
+    device: str = "cpu",
+    watch: Watch = lambda done, total, shard: None,
+    checked: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Writes the FP8 folder `out` and returns its report. The same call continues what an earlier one left unfinished.
 
@@ -78,6 +83,7 @@ def cast(
         out: final folder; must not exist.
         device: where strips are quantised.
         watch: told of the progress.
+        checked: told of the progress of the check that the finished folder must pass, in bytes.
 
     Raises:
         InputError: `out` exists or is the source, no room, or a tensor with NaN or infinite values (named).
@@ -103,6 +109,7 @@ def cast(
         write_whole(stage.path / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         report = _report(plan, tensors)
         write_whole(stage.path / REPORT, json.dumps(report, indent=1) + "\n")
+        require(stage.path, watch=checked)
         stage.publish()
     return report
 

@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..model.hf import INDEX, SINGLE
 from .folder import read_config, side_files, tensor_shapes, weight_shape
 from .safefile import Writer
-from .staging import Staging, copy_file, write_whole
+from .staging import Staging, check_out, copy_file, write_whole
 from .streams import Strip, in_parallel, strips
 from .verify import require
 from .weights import Weights
@@ -72,6 +72,7 @@ def export_hf(
             another architecture.
     """
     beside, target = beside or Beside(), DTYPES[dtype]
+    check_out(out, beside.origin)
     config = _config(weights.shape, dtype, beside.origin)
     shards = _shards({name: shape for name, (_, shape) in weights.tensors.items()}, target, shard_bytes)
     total = sum(_bytes(weights.tensors[name]) for name in weights.tensors)

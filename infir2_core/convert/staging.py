@@ -35,6 +35,8 @@ def check_out(out: Path, source: Path | None = None) -> None:
         there, here = source.resolve(), out.resolve()
         if here == there or here in there.parents:
             raise InputError("the output would be written over the source", str(out), "choose another output folder")
+        if there in here.parents:
+            raise InputError("the output lies inside the source", str(out), "choose another output folder")
     if out.exists() or out.is_symlink():
         raise InputError("the output folder exists already", str(out), f"choose another one, or: rm -r {out}")
 

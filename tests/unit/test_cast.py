@@ -248,6 +248,21 @@ def test_an_unfinished_cast_of_a_source_that_changed_is_refused(
     make(tmp_path / "hf", tmp_path / "fp8")
 
 
+def test_a_folder_that_fails_its_check_never_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "hf")
+    real = cast_module.quantize
+
+    def wrong(*arguments: Any) -> Any:
+        made = real(*arguments)
+        made.row.scale.zero_()
+        return made
+
+    monkeypatch.setattr(cast_module, "quantize", wrong)
+    with pytest.raises(InputError, match="fails its check: .* has a zero scale"):
+        make(tmp_path / "hf", tmp_path / "fp8")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
 def poison(folder: Path, value: float) -> None:
     held = load_file(folder / "model.safetensors")
     held["model.layers.1.mlp.up_proj.weight"][200, 3] = value
@@ -332,7 +347,13 @@ def test_the_output_may_not_exist_nor_cover_the_source(tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "hf")
-    for out, words in {"there": "exists already", "hf": "over the source", ".": "over the source"}.items():
+    refused = {
+        "there": "exists already",
+        "hf": "over the source",
+        ".": "over the source",
+        "hf/fp8": "inside the source",
+    }
+    for out, words in refused.items():
         with pytest.raises(InputError, match=words):
             make(tmp_path / "hf", tmp_path / out)
     with pytest.raises(InputError, match="over the source"):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hf_models import write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from infir2_core.config.presets import load_preset
 from infir2_core.convert.compare import compare
 from infir2_core.convert.export import export_hf
 from infir2_core.convert.megatron.archive import Archive
@@ -135,6 +137,18 @@ def test_masters_are_taken_when_the_weights_were_fp8(made: Path) -> None:
     assert plain.tensors[name][0] == torch.bfloat16 and masters.tensors[name][0] == torch.float32
     found, stored = masters.rows(name, 0, 96), plain.rows(name, 0, 96)
     assert torch.equal(found, stored.float() * (1 + 2**-12))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "vocab"), [({"vocab_size": 152064}, 151936), ({"vocab_size": 151936}, 151936), ({}, 151936)]
+)
+def test_padding_that_a_script_calls_the_vocabulary_is_cut_off(arguments: dict[str, Any], vocab: int) -> None:
+    weights = MegatronWeights.__new__(MegatronWeights)
+    weights.checkpoint = SimpleNamespace(arguments=arguments)  # type: ignore[assignment]
+    weights.notes = []
+    shape = load_preset("1.5b").model.model_dump()
+    assert weights._vocabulary(152064, shape, None) == vocab
+    assert weights._vocabulary(152064, shape | {"layers": 5}, None) == arguments.get("vocab_size", 152064)
 
 
 def test_without_arguments_an_origin_is_needed(made: Path) -> None:
