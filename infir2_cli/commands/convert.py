@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from infir2_core.errors import InputError, UsageError, nearest
+
 from ..output import DebugFlag, JsonFlag, emit, guarded, say
 
 app = typer.Typer(help="Move checkpoints between formats, and check them.", no_args_is_help=True)
@@ -34,7 +36,6 @@ def to_hf(
 ) -> None:
     """Export a run or checkpoint as a Hugging Face folder. The same command again finishes an interrupted one."""
     from infir2_core.convert.export import DTYPES
-    from infir2_core.errors import UsageError, nearest
 
     from ..exporting import default_out, export, find_source
 
@@ -65,7 +66,6 @@ def from_hf(
     from infir2_core.convert.sources import model_folder
     from infir2_core.convert.staging import check_out
     from infir2_core.convert.weights import HFWeights
-    from infir2_core.errors import UsageError, nearest
 
     from ..progress import BytesBar
 
@@ -92,7 +92,6 @@ def check(
     """Compare two models tensor by tensor, bit for bit, whatever formats they are in. Exit 3 when they differ."""
     from infir2_core.convert.compare import compare
     from infir2_core.convert.weights import open_weights
-    from infir2_core.errors import InputError
 
     from ..exporting import find_source
     from ..progress import BytesBar
@@ -124,17 +123,20 @@ def _show_comparison(a: str, b: str, result: dict[str, Any]) -> None:
 @app.command("verify")
 @guarded
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face folder, FP8 or not.", show_default=False)],
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Hugging Face folder or hub id, FP8 or not.", show_default=False)
+    ],
     headers: Annotated[bool, typer.Option("--headers", help="Look at headers only, not at every value.")] = False,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Check every tensor, scale and index entry of a folder before an engine loads it."""
     from infir2_core.convert import verify as work
-    from infir2_core.errors import InputError
+    from infir2_core.convert.sources import model_folder
 
     from ..progress import BytesBar
 
+    folder = model_folder(source, "FOLDER")
     with BytesBar("checking") as bar:
         verdict = work.verify(folder, not headers, bar.update)
 

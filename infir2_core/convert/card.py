@@ -24,7 +24,7 @@ CARD, FP8_HEADING = "README.md", "## FP8 cast"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says beyond the weights. `step` None: not from a run of ours."""
+    """What a card says beyond the weights. `step` None: unknown. `training`: settings of a run that is not ours."""
 
     name: str
     parameters: int
@@ -35,6 +35,7 @@ class Facts:
     losses: dict[str, float] = field(default_factory=dict)
     origin: Path | None = None
     base_model: str = ""
+    training: tuple[tuple[str, str], ...] = ()
 
 
 def measured(run_folder: Path, step: int | None) -> dict[str, float]:
@@ -146,6 +147,8 @@ def card_text(facts: Facts) -> str:
     rows += [(f"{kind} loss (nats a token)", f"{loss:.4f}") for kind, loss in facts.losses.items()]
     lines = ["---", ModelCardData(**front).to_yaml(), "---", "", f"# {facts.name}", ""]
     lines += _table(rows)
+    if facts.training:
+        lines += ["", "## Training", "", *_table(list(facts.training))]
     if facts.run is not None:
         lines += ["", "## Training", "", *_table(_training(facts.run))]
         shares = [

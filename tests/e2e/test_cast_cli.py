@@ -53,6 +53,25 @@ def test_verify_exits_3_and_names_everything(run_cli: Cli, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_killed_cast_is_finished_by_the_same_command(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=6, shard="400KB", vocab=40_000)
+    assert run_cli("cast-fp8", "hf", "whole", "--device", "cpu", cwd=tmp_path).returncode == 0
+    command = [sys.executable, "-m", "infir2_cli", "cast-fp8", "hf", "fp8", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for number in (1, 3, 5):
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        while len(list((tmp_path / "fp8.partial").glob("*.safetensors"))) < number and child.poll() is None:
+            time.sleep(0.001)
+        child.kill()
+        child.wait()
+    done = run_cli("cast-fp8", "hf", "fp8", "--device", "cpu", cwd=tmp_path)
+    if done.returncode:  # the last kill came too late
+        assert "exists already" in done.stderr
+    names = sorted(p.name for p in (tmp_path / "whole").iterdir() if p.is_file())
+    assert names == sorted(p.name for p in (tmp_path / "fp8").iterdir() if p.is_file())
+    assert all((tmp_path / "fp8" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [

@@ -123,6 +123,8 @@ def test_arguments_recipe_and_placeholders(made: Path) -> None:
         assert weights.iteration == 7 and weights.checkpoint.arguments["padded_vocab_size"] == 128
         found = surroundings(weights, None, "bfloat16")
         assert json.loads(found.beside.texts["recipe.json"])["name"] == "infir2"
+        card = found.beside.texts["README.md"]
+        assert "| lr decay style | WSD |" in card and "| step | 7 |" in card and "/somewhere" not in card
         listed = next(note for note in found.notes if "inert placeholders" in note)
         for name in ("megatron_training_elsewhere.Rerun", "megatron_training_elsewhere.Mode", "system"):
             assert name in listed

@@ -8,7 +8,10 @@ from ...precision.recipe import Recipe, load_recipe
 from ..card import CARD, Facts, card_text, hub_name
 from ..export import Beside
 from ..native_in import Surroundings
+from .project import CARRIED
 from .weights import MegatronWeights
+
+SETTINGS = ("lr_decay_style", "lr_wsd_decay_style", *CARRIED, "fp8", "fp8_recipe")
 
 
 def recipe_of(arguments: dict[str, object]) -> Recipe | None:
@@ -44,5 +47,16 @@ def surroundings(weights: MegatronWeights, origin: Path | None, dtype: str) -> S
         step=weights.iteration,
         origin=origin,
         base_model=hub_name(origin) if origin else "",
+        training=_training(arguments),
     )
     return Surroundings(Beside(origin, texts | {CARD: card_text(facts)}), notes)
+
+
+def _training(arguments: dict[str, object]) -> tuple[tuple[str, str], ...]:
+    """The settings of Megatron's run that a card tells; of paths only the last part."""
+    rows = [(name.replace("_", " "), str(arguments[name])) for name in SETTINGS if arguments.get(name) is not None]
+    data = arguments.get("data_path")
+    words = data if isinstance(data, list) else [data] if data else []
+    if words:
+        rows.append(("data", ", ".join(Path(str(word)).name for word in words)))
+    return tuple(rows)
