@@ -69,8 +69,7 @@ def from_hf(
 
     from ..progress import BytesBar
 
-    writers = {"native": export_native, "megatron": export_megatron}
-    if layout not in writers:
+    if layout not in (writers := {"native": export_native, "megatron": export_megatron}):
         raise UsageError(f"no layout '{layout}'", "--layout", nearest(layout, writers))
     folder = model_folder(source, "HF_DIR")
     check_out(out, folder)
