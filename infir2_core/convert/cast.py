@@ -89,7 +89,7 @@ def cast(
         InputError: `out` exists or is the source, no room, or a tensor with NaN or infinite values (named).
     """
     source = plan.source
-    identity = plan.as_dict() | {"version": __version__, "files": _identity(plan)}
+    identity = plan.as_dict() | {"version": __version__, "files": _identity(plan), "source": str(source.path.resolve())}
     with Staging(out, identity, plan.output_bytes, source.path) as stage:
         done = 0
         tensors: dict[str, dict[str, Any]] = {}

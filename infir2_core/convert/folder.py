@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,15 @@ def side_files(folder: Path) -> Iterator[Path]:
     """Every other file, relative to the folder: tokenizer, chat template, generation config, licence, card.
 
     Weights in other formats and hidden files are left out.
+
+    Raises:
+        InputError: a link that leaves the folder.
     """
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
         if path.is_file() and not hidden and path.suffix not in _OTHER_WEIGHTS and str(inside) not in _SKIPPED:
+            _stays_inside(path, folder)
             yield inside
 
 
@@ -169,6 +173,7 @@ def _stays_inside(path: Path, folder: Path) -> bool:
     return True
 
 
+@cache
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor of a model, in the order of the layers."""
     from ..model.decoder import Decoder

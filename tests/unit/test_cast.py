@@ -284,6 +284,9 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "link":
         file.rename(folder.parent / "elsewhere")
         file.symlink_to(folder.parent / "elsewhere")
+    elif kind == "side link":
+        (folder.parent / "elsewhere").write_text("secret")
+        (folder / "notes.md").symlink_to(folder.parent / "elsewhere")
     elif kind == "shape":
         edit_config(folder, intermediate_size=512)
     elif kind == "dtype":
@@ -317,6 +320,7 @@ BAD = {
     "missing shard": "shard gone.safetensors is missing",
     "index elsewhere": "points outside the folder",
     "link": "a link that leaves the folder",
+    "side link": "notes.md is a link that leaves the folder",
     "shape": "'model.layers.0.mlp.gate_proj.weight' has shape [384, 256], config.json says [512, 256]",
     "dtype": "'model.norm.weight' has dtype torch.int32",
     "NaN": "tensor 'model.layers.1.mlp.up_proj.weight' has NaN, in row 200",

@@ -88,6 +88,8 @@ def broken(folders: Path, target: Path, kind: str) -> Path:
         edit_config(folder, auto_map={"AutoModel": "evil.Model"})
     elif kind == "stray shard":
         save_file({"x": torch.ones(1)}, folder / "model-00002-of-00002.safetensors")
+    elif kind == "side link":
+        (folder / "notes.md").symlink_to("/etc/hostname")
     elif kind == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
     elif kind == "canary":
@@ -118,6 +120,7 @@ CASES = {
     "no quantization_config": "config.json does not say that it is quantised",
     "remote code": "auto_map asks loaders to run code",
     "stray shard": "model-00002-of-00002.safetensors is in no entry of the index",
+    "side link": "notes.md is a link that leaves the folder",
     "truncated": "the file is truncated",
     "canary": "this is no safetensors file but a Python pickle",
 }

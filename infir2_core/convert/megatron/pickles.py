@@ -23,7 +23,6 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
-    ("builtins", "bytearray"): bytearray,
     ("builtins", "complex"): complex,
     ("builtins", "slice"): slice,
     ("torch", "Size"): tuple,
