@@ -11,7 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from . import output
 
@@ -85,3 +92,30 @@ class TrainingView:
         self._log.flush()
         if show and not output.json_mode():
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class BytesBar:
+    """A progress bar over bytes for work that reads and writes files, as a context manager.
+
+    On a terminal only, and on stderr in `--json` mode.
+    """
+
+    def __init__(self, what: str) -> None:
+        console = output.console()
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        hidden = not console.is_terminal
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> BytesBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, total: int, what: str | None = None) -> None:
+        """`done` of `total` bytes; `what` replaces the text before the bar."""
+        self._bar.update(self._task, completed=done, total=total, description=what)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError, nearest
+from ..hub import HUB_ID, snapshot
 from .hf_config import KEYS, shape_from_hf
 from .presets import list_presets, load_preset
 from .runfile import CONFIG, read_config
@@ -24,9 +25,6 @@ MANIFEST = "manifest.json"  # makes a folder a checkpoint
 CHECKPOINTS = "checkpoints"  # makes a folder a run, beside config.toml
 # What a size fixes. Vocabulary, positions, rope base and eps differ between variants and are taken from the weights.
 FIXED = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim")
-# Weights, index, configs and tokenizer; not the pickled or GGUF copies some repositories carry.
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def find_weights(reference: str, base: Path, runs: Path, where: str, download: b
             raise InputError(f"'{reference}' is a file, expected a folder or a hub id", where, hint)
         if started := _started_from(Path(os.path.normpath(folder)), runs):
             return started
-    if _HUB_ID.fullmatch(reference):
+    if HUB_ID.fullmatch(reference):
         return _download(reference, where, download)
     known = [path.name for path in runs.iterdir() if path.is_dir()] if runs.is_dir() else []
     hint = nearest(reference, known) if known else "give a hub id such as Qwen/Qwen2.5-1.5B, or a folder that exists"
@@ -116,7 +114,12 @@ def check_size(size: str, weights: Weights, where: str) -> None:
         )
 
 
-def _open(folder: Path, where: str) -> Weights:
+def open_native(folder: Path, where: str) -> Weights:
+    """The checkpoint that a checkpoint folder is, or the newest complete one of a run folder.
+
+    Raises:
+        InputError: neither, a run without a complete checkpoint, or a manifest that does not say what model it holds.
+    """
     if (folder / MANIFEST).is_file():
         return _checkpoint(folder)
     if (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir():
@@ -125,6 +128,13 @@ def _open(folder: Path, where: str) -> Weights:
         if not whole:
             raise InputError("this run has no complete checkpoint", str(folder / CHECKPOINTS), "train it further")
         return _checkpoint(whole[-1])
+    wanted = f"{MANIFEST} (a checkpoint) or {CONFIG} and {CHECKPOINTS}/ (a run)"
+    raise InputError(f"no checkpoint here: the folder has neither {wanted}", f"{where}: {folder}")
+
+
+def _open(folder: Path, where: str) -> Weights:
+    if (folder / MANIFEST).is_file() or ((folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir()):
+        return open_native(folder, where)
     if (folder / "config.json").is_file():
         if not any(folder.glob("*.safetensors")):
             found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
@@ -161,33 +171,7 @@ def _hf(folder: Path) -> Weights:
 
 def _download(hub_id: str, where: str, everything: bool) -> Weights:
     """config.json alone comes before the weights: a model of the wrong kind costs no gigabytes."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    missing = f"no folder '{hub_id}' here, and"
-    try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"]))
-        if not (folder / "config.json").is_file():
-            raise InputError(f"the hub model '{hub_id}' has no config.json", where, "choose a transformers model")
-        found = _hf(folder)
-        if everything:
-            snapshot_download(hub_id, allow_patterns=_PATTERNS)
-            _open(folder, f"{where}: {hub_id}")
-        return found
-    except GatedRepoError as error:
-        hint = "accept its terms on the hub, then: hf auth login"
-        raise InputError(f"the hub model '{hub_id}' asks for an agreement", where, hint) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        hint = "check the spelling; a private model needs: hf auth login"
-        raise InputError(f"{missing} no such model on the hub", where, hint) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "go online, or copy the model here and give its folder"
-        raise InputError(f"{missing} the hub cannot be reached: {reason}", where, hint) from error
+    found = _hf(snapshot(hub_id, where, ("config.json",)))
+    if everything:
+        _open(snapshot(hub_id, where), f"{where}: {hub_id}")
+    return found

@@ -138,7 +138,7 @@ class HfTokenizer:
         if token is None:
             return f"<{i}>"
         # A byte-level vocabulary writes each byte as one printable character; show those of a cut character in hex.
-        table = _byte_alphabet()
+        table = byte_alphabet()
         return "".join(f"<0x{table[c]:02X}>" for c in token) if all(c in table for c in token) else token
 
 
@@ -226,7 +226,7 @@ def _end_of_document(vocabulary: dict[str, int], folder: Path) -> int:
     )
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte: itself where printable, else the next free code from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]

@@ -30,16 +30,19 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """
     if (folder / INDEX).is_file():
         try:
-            entries = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            entries = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise InputError("the weight index cannot be read", str(folder / INDEX)) from error
         for name, file in entries.items():
-            if Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise InputError(f"index entry '{name}' points outside the folder: {file}", str(folder / INDEX))
             if not (folder / file).is_file():
                 raise InputError(f"shard {file} is missing", str(folder), "download the model again")
         return {name: folder / file for name, file in entries.items()}
     if not (folder / SINGLE).is_file():
+        if shards := sorted(folder.glob("*.safetensors")):
+            what = f"{INDEX} is missing: it says which of {len(shards)} shards holds which tensor"
+            raise InputError(what, str(folder), "download the model again, index included")
         found = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights"
         raise InputError(
             f"no safetensors weights (found {found})",

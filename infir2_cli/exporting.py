@@ -1,0 +1,87 @@
+"""Exports a run or checkpoint as a Hugging Face folder; shared by the commands that start from such a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .output import say
+
+
+def find_source(reference: str | None, where: str) -> Path:
+    """The folder that `reference` names: a path, the name of a run, or a hub id; None: the newest run of the project.
+
+    Raises:
+        InputError: nothing of that name.
+    """
+    from infir2_core.convert.sources import model_folder
+    from infir2_core.errors import InputError
+    from infir2_core.runs import default_runs_dir, resolve_run
+
+    runs = default_runs_dir(Path.cwd())
+    if reference is None:
+        folder = resolve_run(None, runs)
+        say(f"{where}: {folder}, the run written to last")
+        return folder
+    if (runs / reference / "config.toml").is_file():
+        return runs / reference
+    if "/" in reference or Path(reference).exists():
+        return model_folder(reference, where)
+    try:
+        return resolve_run(reference, runs)
+    except InputError as error:
+        what = f"'{reference}' is neither a folder, nor a hub id, nor a run in {runs}"
+        raise InputError(what, where, error.hint) from error
+
+
+def default_out(folder: Path) -> Path:
+    """Where the export of a run or checkpoint goes: RUN/hf/step-N inside a run, CHECKPOINT-hf elsewhere."""
+    from infir2_core.config.source import CHECKPOINTS, open_native
+    from infir2_core.convert.megatron.dist import find_iteration, is_megatron
+    from infir2_core.errors import InputError
+
+    if (folder / "config.json").is_file():
+        raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
+    if is_megatron(folder):
+        path = find_iteration(folder, str(folder)).absolute()
+        return path.with_name(f"{path.name}-hf")
+    path = open_native(folder, str(folder)).path
+    return (
+        path.parent.parent / "hf" / path.name if path.parent.name == CHECKPOINTS else path.with_name(f"{path.name}-hf")
+    )
+
+
+def export(folder: Path, out: Path, origin: str | None = None, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Writes the Hugging Face folder `out` from a run or checkpoint, with a progress bar; the facts for the user."""
+    from infir2_core.config.hf_config import shape_from_hf
+    from infir2_core.convert import native_in
+    from infir2_core.convert.export import export_hf
+    from infir2_core.convert.folder import read_config
+    from infir2_core.convert.megatron import surroundings as megatron_in
+    from infir2_core.convert.megatron.weights import MegatronWeights
+    from infir2_core.convert.sources import model_folder
+    from infir2_core.convert.staging import check_out
+    from infir2_core.convert.weights import NativeWeights, open_weights
+    from infir2_core.errors import InputError
+
+    from .progress import BytesBar
+
+    check_out(out)
+    home = model_folder(origin, "--origin") if origin else None
+    shape = shape_from_hf(read_config(home), str(home / "config.json")) if home else None
+    weights = open_weights(folder, "RUN_OR_CHECKPOINT", shape)
+    try:
+        if isinstance(weights, NativeWeights):
+            found = native_in.surroundings(weights, home, dtype)
+        elif isinstance(weights, MegatronWeights):
+            found = megatron_in.surroundings(weights, home, dtype)
+        else:
+            raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
+        for note in found.notes:
+            say(f"note: {note}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with BytesBar("exporting") as bar:
+            facts = export_hf(weights, out, dtype, found.beside, bar.update)
+    finally:
+        weights.close()
+    return facts | {"source": weights.path, "notes": found.notes}

@@ -1,0 +1,193 @@
+"""A Hugging Face folder as a conversion sees it: config, tensors with their places, and the files beside them.
+
+Stricter than what loads a model for training (model/hf.py): files must be what their header says, index and files must
+agree both ways, nothing may point outside the folder, and every tensor must have the shape that config.json implies.
+Only headers are read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config.hf_config import KEYS, shape_from_hf
+from ..config.schema import ModelShape
+from ..errors import InputError
+from ..model.hf import INDEX, SINGLE, weight_files
+from .safefile import Entry, read_header
+
+SCALE = "_scale_inv"  # X.weight -> X.weight_scale_inv
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Weights in formats that are not read here: copying them beside converted ones would only mislead a loader.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".tflite")
+_SKIPPED = {INDEX, "config.json", "pytorch_model.bin.index.json", "tf_model.h5.index.json", ".gitattributes"}
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """Config, architecture and tensors of a folder. `entries` keeps the order of the index or of the one file."""
+
+    path: Path
+    config: dict[str, Any]
+    shape: ModelShape
+    entries: dict[str, Entry]
+
+    @cached_property
+    def shards(self) -> dict[str, list[Entry]]:
+        """File name -> its tensors in the order of the data, file by file."""
+        grouped: dict[str, list[Entry]] = {}
+        for entry in sorted(self.entries.values(), key=lambda e: (e.file.name, e.start)):
+            grouped.setdefault(entry.file.name, []).append(entry)
+        return grouped
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the folder has a weight index."""
+        return (self.path / INDEX).is_file()
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """quantization_config of config.json; empty without one."""
+        return dict(self.config.get("quantization_config") or {})
+
+    def side_files(self) -> Iterator[Path]:
+        """As the function of this name."""
+        return side_files(self.path)
+
+
+def side_files(folder: Path) -> Iterator[Path]:
+    """Every other file, relative to the folder: tokenizer, chat template, generation config, licence, card.
+
+    Weights in other formats and hidden files are left out.
+
+    Raises:
+        InputError: a link that leaves the folder.
+    """
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if path.is_file() and not hidden and path.suffix not in _OTHER_WEIGHTS and str(inside) not in _SKIPPED:
+            _stays_inside(path, folder)
+            yield inside
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        InputError: there is none, or it is no JSON object.
+    """
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise InputError("there is no such folder", str(folder), "give a Hugging Face folder or a hub id")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError("this is no Hugging Face model: it has no config.json", str(folder)) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"config.json cannot be read: {error}", str(file), "download the model again") from error
+    if not isinstance(content, dict):
+        raise InputError("config.json is not an object", str(file), "download the model again")
+    return content
+
+
+def weight_shape(config: dict[str, Any], where: str) -> ModelShape:
+    """The architecture as far as tensors show it: scaled rope, sliding windows and quantisation do not matter here.
+
+    Raises:
+        InputError: a model class that is not known (with those that are), or a key that is missing or wrong.
+    """
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        return shape_from_hf(plain, where)
+    except InputError:
+        wanted = {"model_type", *KEYS.values()} - {KEYS["rope_base"]}
+        return shape_from_hf({key: value for key, value in plain.items() if key in wanted}, where)
+
+
+def open_folder(folder: Path) -> HFFolder:
+    """Reads config.json, index and headers, and checks that they agree with each other.
+
+    Raises:
+        InputError: missing index, shard or tensor, a truncated file, an index entry that leaves the folder, a shape
+            that the config contradicts, a tensor without a place in the model.
+    """
+    config = read_config(folder)
+    shape = weight_shape(config, str(folder / "config.json"))
+    files = named_files(folder)
+    entries = read_entries(folder, files)
+    wanted = tensor_shapes(shape)
+    for name, expected in wanted.items():
+        if name not in entries:
+            missing = [n for n in wanted if n not in entries]
+            raise InputError(f"{len(missing)} tensors are missing, the first is '{name}'", str(folder))
+        if entries[name].shape != expected:
+            found = list(entries[name].shape)
+            what = f"'{name}' has shape {found}, config.json says {list(expected)}"
+            raise InputError(what, str(entries[name].file), "the weights and config.json are of different models")
+    for name in entries:
+        if name not in wanted and not known_extra(name, shape) and name.removesuffix(SCALE) not in wanted:
+            raise InputError(f"tensor '{name}' has no place in a {config['model_type']} model", str(files[name]))
+    return HFFolder(folder, config, shape, entries)
+
+
+def named_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index or from the header of the one file; InputError as `weight_files`."""
+    single = folder / SINGLE
+    if not (folder / INDEX).is_file() and single.is_file() and _stays_inside(single, folder):
+        return dict.fromkeys(read_header(single), single)
+    return weight_files(folder)
+
+
+def read_entries(folder: Path, files: dict[str, Path]) -> dict[str, Entry]:
+    """The entries of all `files`, which the index names.
+
+    Raises:
+        InputError: a file is damaged, is a link that leaves the folder, or disagrees with the index.
+    """
+    headers = {path: read_header(path) for path in sorted(set(files.values())) if _stays_inside(path, folder)}
+    for path, held in headers.items():
+        for name in held:
+            if files.get(name) != path:
+                where = files[name].name if name in files else "not at all"
+                raise InputError(f"'{name}' is in {path.name}, the index names it {where}", str(folder / INDEX))
+    for name, path in files.items():
+        if name not in headers[path]:
+            raise InputError(f"tensor '{name}' is not in the file its index names", str(path))
+    return {name: headers[path][name] for name, path in files.items()}
+
+
+def _stays_inside(path: Path, folder: Path) -> bool:
+    """Links may lead to the folder itself or, as in the hub's cache, to the blobs of the same repository."""
+    real, home = path.resolve(), folder.resolve()
+    allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise InputError(f"{path.name} is a link that leaves the folder: {real}", str(folder), "copy the file here")
+    return True
+
+
+@cache
+def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor of a model, in the order of the layers."""
+    from ..model.decoder import Decoder
+    from ..precision.recipe import load_recipe
+
+    views = Decoder(shape, load_recipe("bf16"), device="meta").hf_views()
+    return {name: tuple(view.shape) for name, view in views.items()}
+
+
+def known_extra(name: str, shape: ModelShape) -> bool:
+    """Tensors that some writers add and no loader needs: a tied head, and rotary frequencies."""
+    return name.endswith("rotary_emb.inv_freq") or (shape.tied and name == "lm_head.weight")
+
+
+def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Shape of the scales of a [rows, columns] weight, blocks at the edges counted."""
+    return math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])

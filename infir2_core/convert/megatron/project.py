@@ -1,0 +1,243 @@
+"""Arguments of Megatron-LM or slime as a project file of ours, with a list of everything that is not carried over.
+
+Only what differs from the preset of the size is written, so that a project file says what is special about a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...config.presets import list_presets, load_preset
+from ...errors import InputError
+from .dist import DistCheckpoint, find_iteration
+from .scripts import read_script
+
+# Megatron's name -> ours in [cpt]; the value is taken as it is.
+CARRIED = {
+    "train_iters": "steps",
+    "seq_length": "seq_len",
+    "global_batch_size": "global_batch",
+    "micro_batch_size": "micro_batch",
+    "lr": "lr",
+    "min_lr": "min_lr",
+    "lr_warmup_iters": "warmup_steps",
+    "lr_wsd_decay_iters": "decay_steps",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_eps": "eps",
+    "clip_grad": "clip",
+    "seed": "seed",
+    "init_method_std": "init_std",
+    "split": "split",
+    "eval_interval": "eval_every",
+    "eval_iters": "eval_iters",
+    "save_interval": "save_every",
+}
+# What Megatron-LM does when a script does not say.
+DEFAULTS = {
+    "weight_decay": "0.01", "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_eps": "1e-08", "clip_grad": "1.0",
+    "seed": "1234", "init_method_std": "0.02", "eval_interval": "1000", "eval_iters": "100", "lr_warmup_iters": "0",
+}  # fmt: skip
+SHAPE = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "ffn_hidden_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_query_groups": "kv_heads",
+}
+# Flags that say what every model and run of ours is; with another value they are not carried over.
+IMPLIED: dict[str, tuple[Any, ...]] = {
+    "swiglu": (True,),
+    "normalization": ("RMSNorm",),
+    "disable_bias_linear": (True,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (True,),
+    "group_query_attention": (True,),
+    "position_embedding_type": ("rope",),
+    "use_rotary_position_embeddings": (True,),
+    "rotary_percent": (1.0,),
+    "rotary_seq_len_interpolation_factor": (1, None),
+    "attention_dropout": (0.0,),
+    "hidden_dropout": (0.0,),
+    "bf16": (True,),
+    "lr_wsd_decay_style": ("cosine",),
+    "use_mcore_models": (True,),
+    "optimizer": ("adam",),
+}
+_NO_STAGE = "settings of {stage}: this version has no [{stage}] section"
+
+
+@dataclass
+class Imported:
+    """A project file's content: `size`, `source` ([model] from), settings of [cpt] that differ from the preset, data.
+
+    `left` maps every argument that was not carried over to the reason; `notes` is for the user.
+    """
+
+    origin: str
+    stage: str
+    size: str = ""
+    source: str = ""
+    cpt: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def from_script(path: Path) -> Imported:
+    """The project that a launch script describes; the script is not run.
+
+    Raises:
+        InputError: the script cannot be read, or its model is none of the sizes.
+    """
+    script = read_script(path)
+    values: dict[str, Any] = {name: _value(words) for name, words in script.flags.items()}
+    if "fp8_format" in values:
+        values["fp8"] = values.pop("fp8_format")
+    stage = "cpt"
+    if script.program != "pretrain_gpt.py":
+        stage = "sft" if "sft_loss" in str(values.get("loss_type", "")) else "rl"
+    for name in script.sourced:
+        if not Path(name).is_file():
+            size = next((p.size for p in list_presets() if f"qwen2.5-{p.size}.sh" == Path(name).name.lower()), "")
+            values.setdefault("_size", size)
+    fp32 = script.variables.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
+    given = set(values)
+    if stage == "cpt":
+        values = {name: _value([text]) for name, text in DEFAULTS.items()} | values
+    imported = _import(values, str(path), stage, fp32, given)
+    missing = [name for name in script.sourced if not Path(name).is_file()]
+    imported.notes += [f"{name}, which the script reads in, is not there" for name in missing]
+    return imported
+
+
+def from_checkpoint(folder: Path) -> Imported:
+    """The project that the arguments inside a torch_dist checkpoint describe; it starts from that checkpoint's export.
+
+    Raises:
+        InputError: no such checkpoint, it keeps no arguments, or its model is none of the sizes.
+    """
+    path = find_iteration(folder, "--from-megatron")
+    checkpoint = DistCheckpoint(path)
+    checkpoint.close()
+    values = {name: value for name, value in checkpoint.arguments.items() if value is not None}
+    if not values:
+        raise InputError("the checkpoint keeps no arguments", str(path), "infir2 init --from-script SCRIPT")
+    imported = _import(values, str(path), "cpt", False, set(values))
+    imported.source = ""
+    imported.notes.append(f"to start from its weights: infir2 convert to-hf {folder} HF_DIR, then from = 'HF_DIR'")
+    return imported
+
+
+def _value(words: list[str]) -> Any:
+    """A flag's value as a number, a text, a list, or True for a flag without one."""
+    if not words:
+        return True
+    if len(words) > 1:
+        return words
+    for kind in (int, float):
+        try:
+            return kind(words[0])
+        except ValueError:
+            continue
+    return words[0]
+
+
+def _import(values: dict[str, Any], origin: str, stage: str, fp32: bool, given: set[str]) -> Imported:
+    found = Imported(origin, stage)
+    found.size = values.pop("_size", "") or _size(values, origin)
+    preset = load_preset(found.size)
+    taken = set(SHAPE) | {"_size"}
+    taken |= {name for name, allowed in IMPLIED.items() if name in values and values[name] in allowed}
+    expected = {"norm_epsilon": preset.model.norm_eps, "rotary_base": preset.model.rope_base}
+    expected["untie_embeddings_and_output_weights"] = not preset.model.tied
+    expected["kv_channels"] = preset.model.head_dim
+    taken |= {name for name, value in expected.items() if name in values and values[name] == value}
+    taken |= (
+        {"max_position_embeddings"} if values.get("max_position_embeddings") == preset.model.max_positions else set()
+    )
+    for name in ("vocab_size", "padded_vocab_size"):
+        if isinstance(values.get(name), int) and values[name] >= preset.model.vocab:
+            taken.add(name)  # padding is Megatron's; the vocabulary is the model's
+    if stage == "cpt":
+        taken |= _cpt(values, found, fp32)
+    if isinstance(values.get("hf_checkpoint"), str):
+        found.source = values["hf_checkpoint"]
+        taken.add("hf_checkpoint")
+    for name in sorted(given - taken):
+        found.left[name] = _reason(name, values[name], stage)
+    return found
+
+
+def _size(values: dict[str, Any], origin: str) -> str:
+    shape = {ours: values[theirs] for theirs, ours in SHAPE.items() if theirs in values}
+    if len(shape) < 3:
+        hint = "infir2 init --size SIZE writes a project file to fill in"
+        raise InputError("nothing says which model this trains (num-layers, hidden-size ...)", origin, hint)
+    for preset in list_presets():
+        if all(getattr(preset.model, name) == value for name, value in shape.items()):
+            return preset.size
+    listed = ", ".join(f"{name} {value}" for name, value in shape.items())
+    raise InputError(f"the model fits none of the sizes: {listed}", origin, "infir2 presets list")
+
+
+def _cpt(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
+    """Fills [cpt] and the data; returns the arguments that are accounted for."""
+    preset = load_preset(found.size).cpt.model_dump()
+    decay = values.get("override_opt_param_scheduler") is True and values.get("lr_warmup_iters") == 0
+    settings: dict[str, Any] = {}
+    taken = set()
+    for theirs, ours in CARRIED.items():
+        value = values.get(theirs)
+        if value is None or isinstance(value, list | bool):
+            continue
+        taken.add(theirs)
+        settings[ours] = type(preset[ours])(value)
+    if decay:
+        taken.add("override_opt_param_scheduler")
+        settings.pop("warmup_steps", None)
+        found.notes.append("a decay phase: infir2 cpt --phase decay --load RUN/checkpoints/step-N")
+    style = str(values.get("lr_decay_style", "")).lower()
+    if style in ("wsd", "cosine", "constant"):
+        settings["schedule"] = style
+        taken.add("lr_decay_style")
+    if values.get("recompute_granularity") in ("full", "selective"):
+        settings["recompute"] = values["recompute_granularity"]
+        taken.add("recompute_granularity")
+    if not values.get("fp8"):
+        settings["recipe"] = "bf16"
+    elif values["fp8"] == "e4m3" and values.get("fp8_recipe") == "blockwise":
+        settings["recipe"] = "infir2-fp32-scales" if fp32 else "infir2"
+        taken |= {"fp8", "fp8_recipe"}
+    found.cpt = {name: value for name, value in settings.items() if value != preset[name]}
+    taken |= _data(values, found)
+    return taken
+
+
+def _data(values: dict[str, Any], found: Imported) -> set[str]:
+    """[data.NAME] of each prefix: `--data-path PREFIX`, or weights and prefixes by turns."""
+    words = values.get("data_path")
+    if not words or words is True:
+        return set()
+    words = [str(word) for word in (words if isinstance(words, list) else [words])]
+    pairs = [("1", words[0])] if len(words) == 1 else list(zip(words[::2], words[1::2], strict=False))
+    for number, (weight, prefix) in enumerate(pairs, 1):
+        try:
+            found.data[f"part{number}"] = {"prefixes": prefix, "weight": float(weight)}
+        except ValueError:
+            return set()
+    return {"data_path"}
+
+
+def _reason(name: str, value: Any, stage: str) -> str:
+    shown = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    if name in IMPLIED:
+        return f"infir2 computes {name} = {IMPLIED[name][0]}, not{shown or ' this'}"
+    if "parallel" in name or name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):
+        return f"how it is spread over GPUs is no setting of the project{shown and ' (' + shown.strip() + ')'}"
+    if stage != "cpt":
+        return _NO_STAGE.format(stage=stage) + (f" ({shown.strip()})" if shown else "")
+    return f"no setting of infir2{shown and ' (' + shown.strip() + ')'}"

@@ -1,0 +1,242 @@
+"""`infir2 hub` against a small server that speaks the hub's endpoints, through HF_ENDPOINT."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_models import write_model
+
+Cli = Callable[..., Any]
+SHA = "0123456789012345678901234567890123456789"
+TOKEN = "hf_not_to_be_shown"
+
+
+class Hub:
+    """A hub with repositories in memory; remembers the requests and who made them."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.asked: list[tuple[str, str, str]] = []
+        self.refuse = 0
+        self.break_after: int | None = None  # bytes of a large file after which the connection ends
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+            def answer(self, code: int, body: bytes = b"", head: dict[str, str] | None = None) -> None:
+                self.send_response(code)
+                for key, value in {"Content-Length": str(len(body)), **(head or {})}.items():
+                    self.send_header(key, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def reply(self, value: Any) -> None:
+                self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+            def handle_any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path = self.path.split("?")[0]
+                hub.asked.append((self.command, path, self.headers.get("Authorization", "")))
+                if hub.refuse and self.command == "POST":
+                    return self.answer(hub.refuse, b"{}")
+                parts = path.strip("/").split("/")
+                if path == "/api/repos/create":
+                    content = json.loads(body)
+                    name = (
+                        f"{content['organization']}/{content['name']}" if "organization" in content else content["name"]
+                    )
+                    hub.repos.setdefault(name, {})
+                    return self.reply({"url": f"{hub.url}/{name}", "name": name})
+                if path == "/api/validate-yaml":
+                    return self.reply({"errors": [], "warnings": []})
+                if parts[0] == "api":
+                    return self.api("/".join(parts[2:4]), parts[4:], body)
+                return self.file("/".join(parts[:2]), "/".join(parts[4:]))
+
+            def api(self, name: str, rest: list[str], body: bytes) -> None:
+                files = hub.repos.get(name)
+                if files is None:
+                    return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+                if rest[:1] == ["preupload"]:
+                    listed = json.loads(body)["files"]
+                    return self.reply(
+                        {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in listed]}
+                    )
+                if rest[:1] == ["commit"]:
+                    for line in map(json.loads, body.splitlines()):
+                        if line["key"] == "file":
+                            files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    return self.reply({"commitUrl": f"{hub.url}/{name}/commit/{SHA}", "commitOid": SHA})
+                if rest[:1] == ["tree"]:
+                    listed = [{"type": "file", "path": p, "size": len(d), "oid": _oid(d)} for p, d in files.items()]
+                    return self.reply(listed)
+                siblings = [{"rfilename": path} for path in files]
+                self.reply({"id": name, "sha": SHA, "siblings": siblings, "private": False, "tags": []})
+
+            def file(self, name: str, path: str) -> None:
+                data = hub.repos.get(name, {}).get(path)
+                if data is None:
+                    return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+                head = {"X-Repo-Commit": SHA, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"}
+                begin = int((self.headers.get("Range") or "bytes=0-").split("=")[1].split("-")[0])
+                if (
+                    self.command == "GET"
+                    and hub.break_after is not None
+                    and path.endswith(".safetensors")
+                    and not begin
+                ):
+                    self.send_response(200)
+                    for key, value in {"Content-Length": str(len(data)), **head}.items():
+                        self.send_header(key, value)
+                    self.end_headers()
+                    self.wfile.write(data[: hub.break_after])
+                    self.wfile.flush()
+                    self.close_connection = True
+                    return
+                if begin:
+                    head["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+                self.answer(206 if begin else 200, data[begin:], head)
+
+            do_GET = do_HEAD = do_POST = do_PUT = handle_any
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub()
+    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.fixture
+def online(hub: Hub, run_cli: Cli, tmp_path: Path) -> Cli:
+    """The command with the little hub as HF_ENDPOINT and an empty HF_HOME."""
+    environment = {
+        "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+
+    def run(*words: object, **more: str) -> Any:
+        done = run_cli(*words, cwd=tmp_path, env=environment | more)
+        assert TOKEN not in done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    files = (p for p in folder.rglob("*") if p.is_file() and ".cache" not in p.parts)
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def test_push_and_pull_give_the_same_files(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", shard="400KB")
+    (tmp_path / "hf/pytorch_model.bin").unlink()
+    done = online("hub", "push", "hf", "some/model", "--dry-run")
+    assert done.returncode == 0 and "model-00001-of-" in done.stdout and hub.repos == {}
+    done = online("hub", "push", "hf", "some/model", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["address"] == f"{hub.url}/some/model/commit/{SHA}"
+    assert hub.repos["some/model"] == held(tmp_path / "hf")
+    assert {who for method, _, who in hub.asked if method == "POST"} == {f"Bearer {TOKEN}"}
+    done = online("hub", "pull", "some/model", "copy")
+    assert done.returncode == 0 and Path(done.stdout.strip()) == tmp_path / "copy", done.stderr
+    assert held(tmp_path / "copy") == held(tmp_path / "hf")
+    assert TOKEN not in "".join(p.read_text("latin-1") for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_a_hub_id_stands_wherever_a_folder_does(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    done = online("cast-fp8", "some/model", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model-fp8/model.safetensors").is_file() and not (tmp_path / "home/hub").is_file()
+    done = online("convert", "check", "some/model", "hf")
+    assert done.returncode == 0, done.stderr
+    asked = len(hub.asked)
+    done = online("convert", "from-hf", "some/model", "native", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0 and len(hub.asked) == asked, done.stderr  # from the cache
+    done = online("convert", "from-hf", "some/other", "native2", HF_HUB_OFFLINE="1")
+    assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
+
+
+def test_a_broken_download_is_continued(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    hub.break_after = 300_000
+    online("hub", "pull", "some/model", "copy")
+    hub.break_after = None
+    done = online("hub", "pull", "some/model", "copy")
+    assert done.returncode == 0, done.stderr
+    expected = held(tmp_path / "hf")
+    expected.pop("pytorch_model.bin")
+    assert held(tmp_path / "copy") == expected
+
+
+def test_a_folder_that_fails_its_check_is_not_pushed(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    done = online("hub", "push", "hf", "some/model")
+    assert done.returncode == 3 and "fails its check" in done.stderr and "truncated" in done.stderr
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(("code", "words"), [(401, "refuses access"), (403, "refuses access"), (500, "try again")])
+def test_what_the_hub_refuses(online: Cli, hub: Hub, tmp_path: Path, code: int, words: str) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.refuse = code
+    done = online("hub", "push", "hf", "some/model")
+    assert done.returncode == 3 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_no_such_model_no_hub_and_wrong_ids(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    done = online("hub", "pull", "some/nothing")
+    assert done.returncode == 3 and "no such model on the hub" in done.stderr
+    hub.repos["some/dataset"] = {"data.txt": b"x"}
+    done = online("hub", "pull", "some/dataset")
+    assert done.returncode == 3 and "has no config.json" in done.stderr
+    done = online("hub", "push", "hf", "model")
+    assert done.returncode == 2 and "'model' is no hub id" in done.stderr
+    for words in (("hub", "push", "hf", "some/model"), ("hub", "pull", "some/model")):
+        done = online(*words, HF_ENDPOINT="http://127.0.0.1:9")
+        assert done.returncode == 3 and "cannot be reached" in done.stderr, done.stderr
+    done = online("hub", "push", "hf", "some/model", HF_HUB_OFFLINE="1")
+    assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
+
+
+def test_the_card_inherits_and_tells_of_the_cast(online: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    assert online("cast-fp8", "hf", "--pow2-scale", "--device", "cpu").returncode == 0
+    done = online("hub", "card", "hf-fp8", "--base-model", "Some/Model")
+    assert done.returncode == 0, done.stderr
+    for text in ("license: apache-2.0", "base_model: Some/Model", "base_model_relation: quantized", "powers of two"):
+        assert text in done.stdout, text
+    before = (tmp_path / "hf-fp8/README.md").read_text()
+    assert "quantized" not in before
+    for _ in range(2):  # writing it twice adds nothing
+        assert online("hub", "card", "hf-fp8", "--base-model", "Some/Model", "--write").returncode == 0
+        assert (tmp_path / "hf-fp8/README.md").read_text().rstrip() == done.stdout.rstrip()

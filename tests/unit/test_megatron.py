@@ -1,0 +1,269 @@
+"""torch_dist checkpoints that megatron-core itself wrote, and that it reads: names, groupings, padding, objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hf_models import write_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from infir2_core.config.presets import load_preset
+from infir2_core.convert.compare import compare
+from infir2_core.convert.export import export_hf
+from infir2_core.convert.megatron.archive import Archive
+from infir2_core.convert.megatron.dist import DistCheckpoint, find_iteration
+from infir2_core.convert.megatron.pickles import Inert, read_pickle
+from infir2_core.convert.megatron.surroundings import recipe_of, surroundings
+from infir2_core.convert.megatron.weights import MegatronWeights
+from infir2_core.convert.megatron.write import export_megatron
+from infir2_core.convert.weights import HFWeights, open_weights
+from infir2_core.errors import InputError
+
+PROGRAM = Path(__file__).parents[1] / "megatron_cpu.py"
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"optimizer": True, "extra_state": True},
+    "tied": {"tied": True, "common": "inside", "groups": 1},
+    "per-layer": {"per_layer": True, "groups": 4, "optimizer": True},
+    "split-fc1": {"singleton": True, "per_layer": True},
+    "tp2": {"tp": 2, "optimizer": True},
+    "pp2": {"pp": 2, "layers": 4, "tp": 1},
+    "fp8-params": {"optimizer": True, "fp8_params": True},
+    "no-args": {"args": False},
+}
+
+
+class Odd:
+    """Not a tensor."""
+
+
+def megatron(options: list[dict[str, Any]]) -> None:
+    """Runs megatron-core in a process of its own."""
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(options)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint of each kind in made/KIND, the logits beside it; a canary that must never be touched."""
+    root = tmp_path_factory.mktemp("megatron")
+    canary = {"canary": str(root / "canary")}
+    megatron(
+        [{"out": str(root / kind), "logits": str(root / f"{kind}.json"), **canary, **o} for kind, o in KINDS.items()]
+    )
+    (root / "canary").unlink(missing_ok=True)  # megatron-core unpickles what its ranks exchange
+    return root
+
+
+def opened(made: Path, kind: str, **options: Any) -> MegatronWeights:
+    weights = open_weights(made / kind, "A", **options)
+    assert isinstance(weights, MegatronWeights)
+    return weights
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("pp2", "no-args", "fp8-params")])
+def test_the_converted_model_computes_what_megatron_computed(made: Path, tmp_path: Path, kind: str) -> None:
+    weights = opened(made, kind)
+    assert weights.shape.vocab == 110 and weights.shape.tied == KINDS[kind].get("tied", False)
+    export_hf(weights, tmp_path / "hf", beside=surroundings(weights, None, "bfloat16").beside)
+    theirs = torch.tensor(json.loads((made / f"{kind}.json").read_text()))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours = model((torch.arange(3, 15) % 110)[None]).logits[0]
+    assert torch.allclose(ours, theirs, atol=2e-4), (ours - theirs).abs().max()
+    assert not (made / "canary").exists()
+
+
+def test_pipeline_stages_are_put_together(made: Path) -> None:
+    weights = opened(made, "pp2")
+    assert weights.shape.layers == 4 and len(weights.tensors) == 4 * 12 + 3
+    for name, (_, shape) in weights.tensors.items():
+        assert weights.rows(name, 0, shape[0]).shape == shape
+
+
+def test_every_row_range_is_a_slice_of_the_whole(made: Path) -> None:
+    for kind in ("tp2", "split-fc1"):
+        weights = opened(made, kind)
+        for name, (_, shape) in weights.tensors.items():
+            whole = weights.rows(name, 0, shape[0])
+            for first, count in ((0, 1), (shape[0] - 1, 1), (shape[0] // 3, shape[0] // 2), (15, 2)):
+                assert torch.equal(weights.rows(name, first, count), whole[first : first + count]), name
+
+
+def test_it_is_what_torch_reads_itself(made: Path) -> None:
+    """The fused tensors against torch.distributed.checkpoint, taken apart by hand."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    folder, weights = find_iteration(made / "tp2", "A"), opened(made, "tp2")
+    key = "decoder.layers.self_attention.linear_qkv.weight"
+    state = {key: torch.empty(2, 128, 64, dtype=torch.bfloat16)}
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    fused = state[key][1].view(2, 4, 16, 64)  # groups; two query heads, one key and one value head; head_dim
+    expected = {"q": fused[:, :2].reshape(64, 64), "k": fused[:, 2].reshape(32, 64), "v": fused[:, 3].reshape(32, 64)}
+    for letter, rows in expected.items():
+        name = f"model.layers.1.self_attn.{letter}_proj.weight"
+        assert torch.equal(weights.rows(name, 0, rows.shape[0]), rows), letter
+
+
+def test_arguments_recipe_and_placeholders(made: Path) -> None:
+    for kind in ("plain", "tied"):  # both layouts of common state
+        weights = opened(made, kind)
+        assert weights.iteration == 7 and weights.checkpoint.arguments["padded_vocab_size"] == 128
+        found = surroundings(weights, None, "bfloat16")
+        assert json.loads(found.beside.texts["recipe.json"])["name"] == "infir2"
+        card = found.beside.texts["README.md"]
+        assert "| lr decay style | WSD |" in card and "| step | 7 |" in card and "/somewhere" not in card
+        listed = next(note for note in found.notes if "inert placeholders" in note)
+        for name in ("megatron_training_elsewhere.Rerun", "megatron_training_elsewhere.Mode", "system"):
+            assert name in listed
+    assert recipe_of({"bf16": True, "fp8": None}).name == "bf16"  # type: ignore[union-attr]
+    assert recipe_of({"fp8": "hybrid", "fp8_recipe": "delayed"}) is None
+
+
+def test_masters_are_taken_when_the_weights_were_fp8(made: Path) -> None:
+    plain, masters = opened(made, "plain"), opened(made, "fp8-params")
+    assert any("float32 masters" in note for note in masters.notes)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert plain.tensors[name][0] == torch.bfloat16 and masters.tensors[name][0] == torch.float32
+    found, stored = masters.rows(name, 0, 96), plain.rows(name, 0, 96)
+    assert torch.equal(found, stored.float() * (1 + 2**-12))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "vocab"), [({"vocab_size": 152064}, 151936), ({"vocab_size": 151936}, 151936), ({}, 151936)]
+)
+def test_padding_that_a_script_calls_the_vocabulary_is_cut_off(arguments: dict[str, Any], vocab: int) -> None:
+    weights = MegatronWeights.__new__(MegatronWeights)
+    weights.checkpoint = SimpleNamespace(arguments=arguments)  # type: ignore[assignment]
+    weights.notes = []
+    shape = load_preset("1.5b").model.model_dump()
+    assert weights._vocabulary(152064, shape, None) == vocab
+    assert weights._vocabulary(152064, shape | {"layers": 5}, None) == arguments.get("vocab_size", 152064)
+
+
+def test_without_arguments_an_origin_is_needed(made: Path) -> None:
+    with pytest.raises(InputError, match="number of heads is not known") as caught:
+        opened(made, "no-args")
+    assert "--origin" in caught.value.hint
+    shape = opened(made, "plain").shape
+    weights = opened(made, "no-args", origin=shape)
+    assert weights.shape == shape
+    with pytest.raises(InputError, match="the origin says head_dim = 32|the origin says heads"):
+        opened(made, "plain", origin=shape.model_copy(update={"heads": 2, "head_dim": 32}))
+    with pytest.raises(InputError, match="the origin has 130 words"):
+        opened(made, "no-args", origin=shape.model_copy(update={"vocab": 130}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_megatron_loads_what_is_written_here(tmp_path: Path, tied: bool, tp: int) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = write_model(tmp_path / "hf", tied=tied, sizes=sizes, vocab=110)
+    export_megatron(HFWeights(tmp_path / "hf"), tmp_path / "mc")
+    assert (tmp_path / "mc/latest_checkpointed_iteration.txt").read_text() == "release"
+    options = {"load": str(tmp_path / "mc/release"), "tied": tied, "tp": tp, "logits": str(tmp_path / "l.json")}
+    megatron([options])
+    theirs = torch.tensor(json.loads((tmp_path / "l.json").read_text()))
+    ours = model.float()((torch.arange(3, 15) % 110)[None]).logits[0]
+    assert torch.allclose(ours, theirs, atol=2e-4), (ours - theirs).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tied", [True, False])
+def test_hf_to_megatron_to_hf_is_bit_for_bit(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    write_model(tmp_path / "hf", dtype=dtype, tied=tied, shard="400KB")
+    source = HFWeights(tmp_path / "hf")
+    export_megatron(source, tmp_path / "mc")
+    back = open_weights(tmp_path / "mc", "A")
+    assert compare(source, back)["equal"]
+    export_hf(back, tmp_path / "again", str(dtype).removeprefix("torch."))
+    before = {n: t for file in (tmp_path / "hf").glob("*.safetensors") for n, t in load_file(file).items()}
+    after = load_file(tmp_path / "again/model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+
+
+def copied(made: Path, tmp_path: Path, kind: str = "plain") -> Path:
+    return Path(shutil.copytree(made / kind, tmp_path / "copy"))
+
+
+def test_damage_is_named_and_leaves_nothing(made: Path, tmp_path: Path) -> None:
+    def refuses(words: str) -> InputError:
+        with pytest.raises(InputError, match=words) as caught:
+            weights = open_weights(tmp_path / "copy", "A")
+            export_hf(weights, tmp_path / "out")
+        assert not list(tmp_path.glob("out*"))
+        shutil.rmtree(tmp_path / "copy")
+        return caught.value
+
+    folder = copied(made, tmp_path) / "iter_0000007"
+    (folder / ".metadata").unlink()
+    refuses("it has no .metadata")
+    folder = copied(made, tmp_path) / "iter_0000007"
+    (folder / "__0_1.distcp").unlink()
+    refuses("the file cannot be read")
+    folder = copied(made, tmp_path) / "iter_0000007"
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    refuses("truncated|no archive of torch.save|cut off")
+    folder = copied(made, tmp_path) / "iter_0000007"
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert "--ckpt-format torch_dist" in refuses("format is 'zarr'").hint
+    folder = copied(made, tmp_path) / "iter_0000007"
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-40])
+    refuses("the pickle cannot be read")
+    (copied(made, tmp_path) / "latest_checkpointed_iteration.txt").write_text("99")
+    refuses("says '99'")
+
+
+def test_the_older_format_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000100/mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(InputError, match="older format") as caught:
+        open_weights(tmp_path, "A")
+    assert f"--load {tmp_path} --ckpt-convert-format torch_dist" in caught.value.hint
+
+
+def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
+    import pickle
+
+    canary = tmp_path / "canary"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return eval, (f"open({str(canary)!r}, 'w')",)
+
+    found = read_pickle(pickle.dumps({"x": Evil(), "y": [1, {2}, torch.bfloat16]}), "here")
+    assert isinstance(found["x"], Inert) and found["x"].origin == "builtins.eval"
+    assert found["y"] == [1, {2}, torch.bfloat16] and not canary.exists()
+    for text in (b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.", b"\x80\x04garbage", b"", b"\x82\x01."):
+        try:
+            assert isinstance(read_pickle(text, "here"), Inert)
+        except InputError as error:
+            assert "the pickle" in error.what
+    assert not canary.exists()
+
+
+def test_a_weight_stored_as_an_object_is_refused_by_name(made: Path, tmp_path: Path) -> None:
+    checkpoint = DistCheckpoint(find_iteration(made / "plain", "A"))
+    assert any(name.endswith("linear_qkv._extra_state/shard_0_2") for name in checkpoint.objects)
+    torch.save(Odd(), tmp_path / "odd")
+    archive = Archive(tmp_path / "odd")
+    with pytest.raises(InputError, match="the weight 'x' is stored as .*Odd, which is not read"):
+        archive.tensor(archive.value, "x")
+    torch.save(torch.ones(4, 6).T, tmp_path / "odd")
+    archive = Archive(tmp_path / "odd")
+    with pytest.raises(InputError, match="not stored row by row"):
+        archive.tensor(archive.value, "x")

@@ -1,0 +1,214 @@
+"""Project files from launch scripts in the manner of upstream's and from the arguments inside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_models import write_model
+
+from infir2_cli.commands.init import imported_text
+from infir2_core.config.presets import load_preset
+from infir2_core.config.project import load_project
+from infir2_core.convert.megatron.project import Imported, from_checkpoint, from_script
+from infir2_core.convert.megatron.scripts import read_script
+from infir2_core.convert.megatron.write import export_megatron
+from infir2_core.convert.weights import HFWeights
+from infir2_core.errors import InputError
+
+SHAPES = {"1.5b": (28, 1536, 8960, 12, 2, 2), "7b": (28, 3584, 18944, 28, 4, 4)}
+
+
+def cpt_script(size: str, decay: bool) -> str:
+    layers, hidden, ffn, heads, groups, tp = SHAPES[size]
+    untie = "--untie-embeddings-and-output-weights \\\n" if size == "7b" else ""
+    load = "--override-opt_param-scheduler" if decay else "--no-load-optim"
+    return f"""#!/bin/bash
+NODES=1  # how many machines
+EXTRA=()
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        --nnodes) NODES="$2"; shift 2 ;;
+        *) EXTRA+=("$1"); shift ;;
+    esac
+done
+touch {{CANARY}}
+WHEN=`touch {{CANARY}}`
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+OUT=`pwd`/exp/run
+mkdir -p $OUT
+SEQ=32768
+WARMUP={0 if decay else 5000}
+MODEL=" \\
+    --use-mcore-models --swiglu --normalization RMSNorm --disable-bias-linear --add-qkv-bias \\
+    {untie}    --position-embedding-type rope --rotary-percent 1.0 --rotary-base 1000000 --norm-epsilon 1e-6 \\
+    --seq-length ${{SEQ}} --max-position-embeddings ${{SEQ}} \\
+    --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} \\
+    --group-query-attention --num-query-groups {groups} --attention-dropout 0.0 --hidden-dropout 0.0 \\
+    --vocab-size 152064 {load}
+"
+PARALLEL="--micro-batch-size 1 --global-batch-size 128 --tensor-model-parallel-size {tp} --sequence-parallel"
+LOGS=" --train-iters 40000 --save-interval 1000 --eval-interval 100 --eval-iters 10 --wandb-project "some_name" "
+TRAIN="--seed 1236 --lr 1e-4 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \\
+    --lr-decay-style WSD --lr-warmup-iters $WARMUP --lr-wsd-decay-style cosine --lr-wsd-decay-iters 5000 \\
+    --min-lr 1e-5 --init-method-std 0.008"
+FP8="--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
+    # --exp-avg-dtype bf16
+torchrun --nproc_per_node=8 --nnodes=$NODES ${{CODE}}/pretrain_gpt.py \\
+    --split 90,5,5 --data-path /data/web $MODEL $PARALLEL $LOGS $TRAIN $FP8 \\
+    --save $OUT --load ${{OUT}} "${{EXTRA[@]}}"
+# --load /elsewhere
+"""
+
+
+def slime_script(size: str, kind: str, source: str = "/nowhere/models") -> str:
+    sft = "--loss-type sft_loss --num-epoch 5 --rollout-batch-size 64 --global-batch-size 64"
+    rl = "--advantage-estimator grpo --rm-type deepscaler --global-batch-size ${GLOBAL} --rollout-batch-size ${bsz}"
+    return f"""#!/bin/bash
+source "{source}/qwen2.5-{size.upper()}.sh"
+HF=/models/base/
+bsz=128
+N=16
+GLOBAL=$((bsz * N))
+CKPT_ARGS=(
+   --hf-checkpoint ${{HF}}   # with a remark
+   #--ref-load /old
+   --save-interval 20
+)
+MAIN_ARGS=(
+   {sft if kind == "sft" else rl}
+   --use-dynamic-batch-size
+)
+OPTIMIZER=(--optimizer adam --lr 1e-6 --weight-decay 0.1)
+ray job submit --address="http://127.0.0.1:8265" \\
+   --runtime-env-json='{{
+        "env_vars": {{"A": "$(touch {{CANARY}})", "B": "--lr 5"}}
+   }}' \\
+   -- python3 train{"_async" if kind == "sft" else ""}.py --actor-num-nodes 2 \\
+   ${{MODEL_ARGS[@]}} ${{CKPT_ARGS[@]}} ${{MAIN_ARGS[@]}} ${{OPTIMIZER[@]}} $@
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "launch.sh"
+    path.write_text(text.replace("{CANARY}", str(tmp_path / "canary")))
+    return path
+
+
+def loaded(tmp_path: Path, imported: Imported) -> Any:
+    (tmp_path / "infir2.toml").write_text(imported_text('odd "name"', imported))
+    return load_project(tmp_path / "infir2.toml")
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("decay", [False, True])
+def test_the_four_scripts_of_continual_pre_training_give_the_presets(tmp_path: Path, size: str, decay: bool) -> None:
+    imported = from_script(write(tmp_path, cpt_script(size, decay)))
+    assert (imported.size, imported.stage, imported.cpt) == (size, "cpt", {})
+    project = loaded(tmp_path, imported)
+    assert project.model.size == size and project.data["part1"].specs == ["/data/web"]
+    preset = load_preset(size).cpt.model_dump()
+    assert preset | project.cpt.settings() == preset
+    assert any("--phase decay" in note for note in imported.notes) == decay
+    left = {"load", "save", "wandb_project", "tensor_model_parallel_size", "sequence_parallel", "fp8_param_gather"}
+    assert set(imported.left) == left | (set() if decay else {"no_load_optim"})
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(("size", "kind"), [("7b", "sft"), ("1.5b", "sft"), ("7b", "rl")])
+def test_scripts_of_slime_give_the_model_and_say_what_is_left(tmp_path: Path, size: str, kind: str) -> None:
+    imported = from_script(write(tmp_path, slime_script(size, kind)))
+    assert (imported.size, imported.stage, imported.source, imported.cpt) == (size, kind, "/models/base/", {})
+    assert loaded(tmp_path, imported).model.from_ == "/models/base/"
+    expected = "64" if kind == "sft" else "2048"
+    assert f"no [{kind}] section ({expected})" in imported.left["global_batch_size"]
+    assert "1e-06" in imported.left["lr"] and "ref_load" not in imported.left
+    assert any("is not there" in note for note in imported.notes)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_sourced_file_that_is_there_is_read(tmp_path: Path) -> None:
+    layers, hidden, ffn, heads, groups, _ = SHAPES["7b"]
+    (tmp_path / "qwen2.5-3B.sh").write_text(
+        f"MODEL_ARGS=(\n --num-layers {layers} --hidden-size {hidden}\n --ffn-hidden-size {ffn} # wide\n"
+        f" --num-attention-heads {heads} --num-query-groups {groups}\n)\n"
+    )
+    imported = from_script(write(tmp_path, slime_script("3b", "sft", str(tmp_path))))
+    assert imported.size == "7b"  # what the file says, not what it is called
+
+
+def test_what_differs_from_the_preset_is_written(tmp_path: Path) -> None:
+    text = cpt_script("7b", False).replace("--lr 1e-4", "--lr 3e-4").replace("--seed 1236 ", "")
+    text = text.replace("--fp8-recipe blockwise", "--fp8-recipe tensorwise").replace("RMSNorm", "LayerNorm")
+    text = text.replace("--data-path /data/web", "--data-path 0.3 /data/a 0.7 /data/b")
+    imported = from_script(write(tmp_path, text))
+    assert imported.cpt == {"lr": 3e-4, "seed": 1234}  # without a flag it is Megatron's own seed
+    assert "infir2 computes normalization = RMSNorm, not LayerNorm" in imported.left["normalization"]
+    assert imported.left["fp8_recipe"] == "no setting of infir2 (tensorwise)" and "fp8" in imported.left
+    data = loaded(tmp_path, imported).data
+    assert {(section.specs[0], section.weight) for section in data.values()} == {("/data/a", 0.3), ("/data/b", 0.7)}
+
+
+@pytest.mark.parametrize("line", ["export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1\n", ""])
+def test_float32_scales_are_chosen_by_the_environment(tmp_path: Path, line: str) -> None:
+    text = cpt_script("1.5b", False).replace("NODES=1", f"{line}NODES=1", 1)
+    assert from_script(write(tmp_path, text)).cpt == ({"recipe": "infir2-fp32-scales"} if line else {})
+
+
+def test_bf16_scripts_get_the_recipe_without_fp8(tmp_path: Path) -> None:
+    text = cpt_script("1.5b", False).replace("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "")
+    assert from_script(write(tmp_path, text)).cpt == {"recipe": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo hello\n", "starts none of pretrain_gpt.py"),
+        ("torchrun pretrain_gpt.py --lr 1e-4\n", "nothing says which model"),
+        ("torchrun pretrain_gpt.py --num-layers 5 --hidden-size 6 --ffn-hidden-size 7\n", "fits none of the sizes"),
+        ('A="unclosed\ntorchrun pretrain_gpt.py\n', "cannot be read: No closing quotation"),
+    ],
+)
+def test_scripts_that_say_too_little(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        from_script(write(tmp_path, text))
+
+
+def test_the_shell_by_cases(tmp_path: Path) -> None:
+    """Quoting, defaults, appending, arithmetic and repeated flags, as bash would have them."""
+    script = write(
+        tmp_path,
+        "A=3; B=${A:-4}\nC=${MISSING:-7}\nD=$((A * (B + 2) - 1))\nE='$A'\nF=\"x $A\"\n"
+        "G=(--one 1)\nG+=(--two \"2 3\")\nH=--h=5\n"
+        "python train.py --b $B --c $C --d $D --e $E --f \"$F\" ${G[@]} $H --neg -1 --flag --c 8 #--gone\n",
+    )  # fmt: skip
+    assert read_script(script).flags == {
+        "b": ["3"], "c": ["8"], "d": ["14"], "e": ["$A"], "f": ["x 3"], "one": ["1"], "two": ["2", "3"], "h": ["5"],
+        "neg": ["-1"], "flag": [],
+    }  # fmt: skip
+
+
+def test_arguments_inside_a_checkpoint(tmp_path: Path) -> None:
+    tiny = load_preset("tiny").model
+    sizes = {"hidden_size": tiny.hidden, "intermediate_size": tiny.ffn, "num_attention_heads": tiny.heads}
+    write_model(tmp_path / "hf", layers=tiny.layers, tied=True, sizes=sizes | {"num_key_value_heads": tiny.kv_heads})
+    export_megatron(HFWeights(tmp_path / "hf"), tmp_path / "mc")
+    imported = from_checkpoint(tmp_path / "mc")
+    assert imported.size == "tiny" and any("infir2 convert to-hf" in note for note in imported.notes)
+    assert loaded(tmp_path, imported).model.size == "tiny"
+
+
+def test_the_command(tmp_path: Path, run_cli: Any) -> None:
+    script = write(tmp_path, cpt_script("7b", False))
+    done = run_cli("init", "p", "--from-script", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--tensor-model-parallel-size: how it is spread" in done.stdout and "wrote p/infir2.toml" in done.stdout
+    assert load_project(tmp_path / "p/infir2.toml").model.size == "7b"
+    done = run_cli("init", "q", "--from-script", script, "--json", "--dry-run", cwd=tmp_path)
+    assert json.loads(done.stdout)["not_carried_over"]["wandb_project"] and not (tmp_path / "q").exists()
+    done = run_cli("init", "q", "--from-script", script, "--from-megatron", "x", cwd=tmp_path)
+    assert done.returncode == 2 and "exclude each other" in done.stderr
+    done = run_cli("init", "q", "--from-megatron", "x", cwd=tmp_path)
+    assert done.returncode == 3 and "no torch_dist checkpoint" in done.stderr
