@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .spec import QSpec
 
 if TYPE_CHECKING:
-    from .recipe import Recipe
+    from .recipe import Policy, Recipe
 
 FORMATS = ("e4m3", "e5m2")
 SCALES = ("pow2", "fp32", "e8m0", "none")
@@ -58,17 +58,20 @@ def block_scaled(recipe: Recipe) -> bool:
 
     (For token counts that divide by 128; other shapes run by reference.)
     """
-    for policy in recipe.used().values():
-        specs = {key: recipe.spec(name) for key, name in policy.operands().items()}
-        pairs = [("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.g", "wgrad.g")]
-        if any(spec is not None and not spec.block_scaled for spec in specs.values()):
-            return False
-        if any(specs[row] != specs[col] for row, col in pairs):
-            return False
-        rows = [specs[key] for key in ("fprop.x", "dgrad.g", "wgrad.g")]
-        if any(spec is not None and spec.block != (1, 128) for spec in rows):
-            return False
-    return True
+    return all(_policy_block_scaled(recipe, policy) for policy in recipe.used().values())
+
+
+def _policy_block_scaled(recipe: Recipe, policy: Policy) -> bool:
+    specs = {key: recipe.spec(name) for key, name in policy.operands().items()}
+    given = [spec for spec in specs.values() if spec is not None]
+    if any(not spec.block_scaled for spec in given) or len({(spec.format, spec.scale) for spec in given}) > 1:
+        return False
+    rows = [specs["fprop.x"], specs["dgrad.g"], specs["wgrad.x"]]
+    if any(spec is not None and spec.block != (1, 128) for spec in rows) or specs["fprop.w"] != specs["dgrad.w"]:
+        return False
+    return all(
+        (specs[row] is None) == (specs[col] is None) for row, col in (("fprop.x", "wgrad.x"), ("dgrad.g", "wgrad.g"))
+    )
 
 
 def _optimizer(recipe: Recipe) -> list[str]:

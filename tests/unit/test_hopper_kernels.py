@@ -145,6 +145,38 @@ def test_square_scales_are_padded_for_the_gemm_without_nan() -> None:
     assert torch.isfinite(made.row.scale.as_strided((1, 8), (8, 1))).all()
 
 
+@pytest.mark.parametrize("kind", ["e4m3 {} pow2", "e4m3 {} fp32", "e5m2 {} pow2"])
+@pytest.mark.parametrize("row", [True, False])
+def test_rows_in_tiles_and_columns_in_squares(kind: str, row: bool) -> None:
+    """One pass, two block shapes, as wgrad in 128x128 blocks wants it."""
+    tile, square = SPECS[kind.format("1x128")], SPECS[kind.format("128x128")]
+    plan = QuantPlan(row=tile if row else None, col=square)
+    x, bad = wild(384, 256, seed=3), counter()
+    x[130, 128:] = float("nan")  # a block with NaN and an infinity, one with NaN alone in a row
+    assert hopper.supports(x, plan)
+    made, reference = hopper.quantize(x.to(DEVICE), plan, bad), quantize(x, plan)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+    assert int(bad) == int(reference.nonfinite)
+    assert made.col is not None and made.col.scale.stride() == (4, 1), "three blocks of tokens, padded to four"
+    assert not hopper.supports(x, QuantPlan(row=square, col=tile))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_swiglu_backward_with_columns_in_squares(kept: bool) -> None:
+    gate_up, grad = normal(256, 2 * 256, 8, 2.0), normal(256, 256, 9)
+    source: Any = hopper.swiglu_quantize(gate_up, QuantPlan(), counter(), torch.empty_like(grad), TILE, counter())[1]
+    source = source if kept else gate_up
+    debug, plan = torch.empty_like(gate_up), QuantPlan(row=TILE, col=SQUARE)
+    made, product = hopper.swiglu_backward_quantize(grad, source, plan, TILE, counter(), debug)
+    reference, both = quantize(debug, plan), QuantPlan(row=TILE, col=TILE)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+    tiles, same_product = hopper.swiglu_backward_quantize(grad, source, both, TILE, counter())
+    same(made.row, tiles.row)
+    same(product, same_product)
+
+
 @pytest.mark.parametrize("width", [256, 640])
 @pytest.mark.parametrize("add", [True, False])
 def test_norm_and_quantise(width: int, add: bool) -> None:

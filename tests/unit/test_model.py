@@ -42,7 +42,7 @@ SHAPES = {
         max_positions=64,
     ),
 }
-FP8 = ["infir2", "infir2-fp32-scales", "fp8-current", "fp8-delayed", "fp8-rowwise", "mxfp8"]
+FP8 = ["infir2", "infir2-fp32-scales", "infir2-wgrad2d", "fp8-current", "fp8-delayed", "fp8-rowwise", "mxfp8"]
 
 
 def hf_twin(shape: ModelShape) -> Qwen2ForCausalLM:

@@ -8,11 +8,19 @@ import pytest
 from infir2_core.errors import InputError
 from infir2_core.precision.recipe import FOLDER, LINEARS, from_json, list_recipes, load_recipe, parse
 
+HASHES = {
+    "bf16": "31256bd6fed9",
+    "infir2": "3b3a133a3bfe",
+    "infir2-lean": "5f44f36977b1",
+    "infir2-fp32-scales": "d19fb7ba8667",
+    "mxfp8": "d3c0489809cf",
+}
+
 # The rows of the published systems that the grammar has to hold (names as shipped).
-SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static mxfp8
-deepseek-v3 jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
-RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static
-mxfp8""".split()
+SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d fp8-current fp8-delayed fp8-rowwise
+fp8-static mxfp8 deepseek-v3 jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
+RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d fp8-current fp8-delayed fp8-rowwise
+fp8-static mxfp8""".split()
 
 
 def test_every_system_is_shipped_and_nothing_else() -> None:
@@ -74,6 +82,19 @@ def test_infir2_is_what_the_design_says() -> None:
             s and s.format == "e4m3" and s.scale == "pow2" and s.origin == "source" and s.rounding == "rne"
             for s in specs
         )
+
+
+def test_wgrad2d_differs_from_infir2_in_one_operand() -> None:
+    ours, base = load_recipe("infir2-wgrad2d"), load_recipe("infir2")
+    changed = ours.policy["default"].model_copy(update={"wgrad": base.policy["default"].wgrad})
+    assert ours.policy["default"].wgrad.g == "square"
+    assert ours.model_copy(update={"policy": {"default": changed}}).hash == base.hash
+
+
+def test_hashes_of_shipped_recipes_stay() -> None:
+    """Checkpoints and run folders refer to them."""
+    hashes = {name: load_recipe(name).hash for name in ("bf16", "infir2", "infir2-lean", "infir2-fp32-scales", "mxfp8")}
+    assert hashes == HASHES
 
 
 def test_first_matching_rule_wins() -> None:
