@@ -123,8 +123,11 @@ def swiglu_backward(grad: Tensor, gate_up: Operand, wanted: Wanted, product: Wan
         grad: [T, F], of the product.
         gate_up: [T, 2F], or the codes that are left of it, which then are what is differentiated and multiplied.
         wanted: of the gradient.
-        product: of the product; no row copy.
+        product: of the product.
     """
+    if product.plan.row is not None:  # of which the kernel makes no row copy
+        gradient, again = swiglu_backward(grad, gate_up, wanted, PLAIN)
+        return gradient, make(again.unquantised(), product)
     codes = gate_up.spec if isinstance(gate_up, QTensor) else None
     if _fits(grad, grad.shape[1], wanted.plan, product.plan.col, codes):
         from .hopper import quantize as hopper

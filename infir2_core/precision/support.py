@@ -23,10 +23,10 @@ def missing_pieces(recipe: Recipe) -> list[str]:
     """Names of what `recipe` needs and nothing implements, each once, in the order of the recipe."""
     found: list[str] = []
     for policy in recipe.used().values():
-        for spec_name in policy.operands().values():
+        for operand, spec_name in policy.operands().items():
             spec = recipe.spec(spec_name)
             if spec is not None:
-                found += _spec(spec)
+                found += _spec(spec) + _origin(spec, operand, recipe.spec(policy.fprop.x))
             elif spec_name != recipe.compute:
                 found.append(f"{spec_name} operands in a recipe that computes in {recipe.compute}")
         if policy.accumulate != "fp32":
@@ -64,10 +64,16 @@ def block_scaled(recipe: Recipe) -> bool:
 def _policy_block_scaled(recipe: Recipe, policy: Policy) -> bool:
     specs = {key: recipe.spec(name) for key, name in policy.operands().items()}
     given = [spec for spec in specs.values() if spec is not None]
+    x, wgrad_x, wgrad_g = specs["fprop.x"], specs["wgrad.x"], specs["wgrad.g"]
+    if wgrad_x is not None and wgrad_x.shifts_from(x):
+        given.remove(wgrad_x)
+        if wgrad_x.block not in ((1, 128), (128, 128)):
+            return False
     if any(not spec.block_scaled for spec in given) or len({(spec.format, spec.scale) for spec in given}) > 1:
         return False
-    rows = [specs["fprop.x"], specs["dgrad.g"], specs["wgrad.x"]]
-    if any(spec is not None and spec.block != (1, 128) for spec in rows) or specs["fprop.w"] != specs["dgrad.w"]:
+    if any(spec is not None and spec.block != (1, 128) for spec in (x, specs["dgrad.g"])):
+        return False
+    if specs["fprop.w"] != specs["dgrad.w"] or not any(s is None or s.block == (1, 128) for s in (wgrad_x, wgrad_g)):
         return False
     return all(
         (specs[row] is None) == (specs[col] is None) for row, col in (("fprop.x", "wgrad.x"), ("dgrad.g", "wgrad.g"))
@@ -117,7 +123,7 @@ def _saved(recipe: Recipe, key: str, name: str) -> list[str]:
     if spec is None:
         return [f"save.{key} = {name}"]
     rows = spec.block == "row" or (not isinstance(spec.block, str) and spec.block[0] == 1)
-    if _spec(spec) or not rows or spec.amax != "current":
+    if _spec(spec) or spec.origin != "source" or not rows or spec.amax != "current":
         return [f"save.{key} in {spec.label()}"]
     return []
 
@@ -137,6 +143,12 @@ def _spec(spec: QSpec) -> list[str]:
     if spec.clip != "saturate":
         out.append(f"clip {spec.clip}")
     out += [f"transform {t.kind}" for t in spec.transforms]
-    if spec.origin != "source":
-        out.append(f"column copy from {spec.origin}")
     return out
+
+
+def _origin(spec: QSpec, operand: str, fprop_x: QSpec | None) -> list[str]:
+    if spec.origin == "source" or (operand == "wgrad.x" and spec.shifts_from(fprop_x)):
+        return []
+    if spec.origin == "codes_shift" and operand == "wgrad.x":
+        return [f"column copy {spec.label()} of {fprop_x.label() if fprop_x else 'x unquantised'}"]
+    return [f"column copy from {spec.origin}"]

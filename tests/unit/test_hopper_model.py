@@ -45,7 +45,9 @@ def run(recipe: str, recompute: str = "none") -> tuple[float, dict[str, torch.Te
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, evaluated
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-fp32-scales", "infir2-lean", "infir2-wgrad2d"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "infir2", "infir2-fp32-scales", "infir2-lean", "infir2-wgrad2d", "infir2-codes-shift"]
+)
 def test_the_decoder_on_kernels_is_the_decoder(recipe: str, request: pytest.FixtureRequest) -> None:
     reference = run(recipe)
     request.getfixturevalue("kernels")

@@ -17,10 +17,11 @@ HASHES = {
 }
 
 # The rows of the published systems that the grammar has to hold (names as shipped).
-SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d fp8-current fp8-delayed fp8-rowwise
-fp8-static mxfp8 deepseek-v3 jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
-RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d fp8-current fp8-delayed fp8-rowwise
-fp8-static mxfp8""".split()
+SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift fp8-current
+fp8-delayed fp8-rowwise fp8-static mxfp8
+deepseek-v3 jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
+RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift fp8-current
+fp8-delayed fp8-rowwise fp8-static mxfp8""".split()
 
 
 def test_every_system_is_shipped_and_nothing_else() -> None:
@@ -66,6 +67,23 @@ def test_what_would_not_be_executed_is_refused(change: tuple[str, str], piece: s
     text = (FOLDER / "infir2.toml").read_text()
     assert change[0] in text
     assert parse(text.replace(*change), "test").missing() == [piece]
+
+
+@pytest.mark.parametrize(
+    "change,piece",
+    [
+        (("block = [1, 128]\nscale = \"pow2\"", "block = [1, 128]\nscale = \"fp32\""), "of e4m3 1x128 fp32"),
+        (('fprop = { x = "tile"', 'fprop = { x = "bf16"'), "of x unquantised"),
+        (("block = [128, 128]\nscale = \"pow2\"\nfrom", "block = [64, 128]\nscale = \"pow2\"\nfrom"), "64x128"),
+        (('w = "square" }\nwgrad = { g = "tile", x = "shifted"', 'w = "shifted" }\nwgrad = { g = "tile", x = "tile"'),
+         "column copy from codes_shift"),
+    ],
+)  # fmt: skip
+def test_codes_that_cannot_be_shifted_are_refused(change: tuple[str, str], piece: str) -> None:
+    text = (FOLDER / "infir2-codes-shift.toml").read_text()
+    assert change[0] in text
+    missing = parse(text.replace(*change), "test").missing()
+    assert len(missing) == 1 and missing[0].startswith("column copy") and piece in missing[0]
 
 
 def test_infir2_is_what_the_design_says() -> None:
