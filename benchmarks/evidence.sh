@@ -2,7 +2,9 @@
 # GPU evidence for benchmarks/LOG.md on one H200, one part a call, each with its own time limit:
 #   benchmarks/evidence.sh gpu-tests OUT
 #   benchmarks/evidence.sh corpus WORK                      120 MB of Python sources as bytes: WORK/corpus
+#   benchmarks/evidence.sh bpe WORK                         a BPE tokenizer trained on sources, and WORK/bpe by it
 #   benchmarks/evidence.sh 1.5b WORK OUT SECONDS            needs the corpus
+#   benchmarks/evidence.sh fast-parity WORK OUT SECONDS     1.5b on the fast path, an arm a card; needs bpe
 #   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; on all cards; again to go on where it stopped
 # Results go to OUT as they come, so that a call that is cut short loses nothing but its last minute.
 set -u
@@ -17,6 +19,23 @@ corpus)
   site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')
   python3 -m infir2_cli data prepare python-stdlib "$site/transformers" "$site/torch" --ext .py --tokenizer byte \
     --limit-mb 120 --out "$work/corpus"
+  ;;
+bpe)
+  stdlib=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+  site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')
+  python3 benchmarks/bpe.py "$work/tokenizer" "$stdlib" "$site/transformers" "$site/torch"
+  python3 -m infir2_cli data prepare python-stdlib "$site/transformers" "$site/torch" --ext .py \
+    --tokenizer "$work/tokenizer" --out "$work/bpe"
+  ;;
+fast-parity)
+  # 930 steps of 16,384 tokens: 15.2 million.
+  study="--size 1.5b --seeds 1 --recipes infir2 infir2-lean --control-seeds --data $work/bpe --runs $work/runs"
+  study="$study --cards $(nvidia-smi -L | wc -l) --spread --discard"
+  python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 20) / 60)")" -- --from-scratch \
+    --seq-len 8192 --global-batch 2 --micro-batch 2 --steps 930 --warmup-steps 50 --decay-steps 200 --lr 3e-4 \
+    --min-lr 3e-5 --eval-every 93 --eval-iters 4 --save-every 930
+  tar czf "$out/fast-parity.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d */metrics.jsonl parity-logs)
+  python3 benchmarks/parity.py report $study --json "$out/fast-parity.json"
   ;;
 1.5b)
   # Killed rather than stopped: the 18 GB checkpoint of a stop would take longer than the training.
@@ -37,7 +56,7 @@ parity)
   python3 benchmarks/parity.py report --runs "$work/runs" --json "$out/parity.json"
   ;;
 *)
-  echo "benchmarks/evidence.sh: gpu-tests, corpus, 1.5b or parity, not '$part'" >&2
+  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity or parity, not '$part'" >&2
   exit 2
   ;;
 esac

@@ -17,6 +17,8 @@ from .machine import Machine, disk_free
 
 TORCH_MINIMUM = (2, 10)
 MEGATRON_CORE = "megatron-core==0.16.1"
+# Its pin of apache-tvm-ffi excludes the one that FlashAttention-4 asks for; both run with the newer one.
+DEEP_GEMM = "pip install --no-deps sgl-deep-gemm==0.1.3"
 GB = 2**30
 
 
@@ -71,6 +73,7 @@ def facts(machine: Machine) -> list[Fact]:
             machine.flash_attention_4 or optional,
             _unless(machine.flash_attention_4 or not hopper, "infir2[hopper]"),
         ),
+        Fact("DeepGEMM", machine.deep_gemm or optional, "" if machine.deep_gemm or not hopper else DEEP_GEMM),
     ]
 
 

@@ -50,6 +50,7 @@ class Machine:
     megatron_core: str | None
     transformer_engine: str | None
     flash_attention_4: str | None
+    deep_gemm: str | None
 
     @property
     def training_memory(self) -> int:
@@ -75,6 +76,7 @@ def probe(folder: Path) -> Machine:
         megatron_core=version("megatron-core"),
         transformer_engine=version("transformer-engine"),
         flash_attention_4=version("flash-attn-4"),
+        deep_gemm=version("sgl-deep-gemm"),
     )
 
 

@@ -13,6 +13,7 @@ from ..output import DebugFlag, JsonFlag, emit, guarded, say, table
 app = typer.Typer(help="Timed comparisons on this machine.", no_args_is_help=True)
 Size = Annotated[str, typer.Option("--size", help="Preset whose shapes are measured.")]
 SeqLen = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of a sequence.")]
+Tune = Annotated[Path | None, typer.Option("--tune", help="Time FP8 GEMM libraries; write their table here.")]
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Sequences of a microbatch.")]
 
 
@@ -106,13 +107,20 @@ def bf16_vs_fp8(
 @app.command("gemm")
 @guarded
 def gemm(
-    size: Size = "1.5b", seq_len: SeqLen = 8192, rows: Rows = 2, json: JsonFlag = False, debug: DebugFlag = False
+    size: Size = "1.5b",
+    seq_len: SeqLen = 8192,
+    rows: Rows = 2,
+    tune: Tune = None,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
 ) -> None:
     """Ceilings of this card for a model's shapes: GEMMs, attention, copy bandwidth, and the floor they set."""
     from infir2_core.bench import ceilings, story
     from infir2_core.config.presets import load_preset
 
     card = story.card(False, size)
+    if tune is not None:
+        return _tune(tune, size, seq_len * rows, card.name)
     found = ceilings.measure(load_preset(size).model, seq_len, rows, note=_note)
 
     def human() -> None:
@@ -127,3 +135,16 @@ def gemm(
 
     rates = {f"{role} {gemm}": values for (role, gemm), values in found.gemm_tflops.items()}
     emit({**dataclasses.asdict(found), "gemm_tflops": rates, "card": dataclasses.asdict(card)}, human)
+
+
+def _tune(path: Path, size: str, tokens: int, card: str) -> None:
+    from infir2_core.bench import tune
+
+    entries = tune.measure(size, tokens, _note)
+    count = tune.merge(path, entries, tune.about(card))
+
+    def human() -> None:
+        table(f"{card}: TFLOPS of FP8 GEMMs", ["blocks", "m x n x k", *tune.LIBRARIES], tune.table_rows(entries))
+        say(f"{path} has {count} shapes; INFIR2_GEMM_TABLE={path} uses it")
+
+    emit({"table": str(path), "shapes": entries}, human)

@@ -89,9 +89,9 @@ def tell(found: Card, spec: ArmSpec, rows: list[Row]) -> Told:
     peers = {f"{k} {v}" for row in rows for k, v in row.versions.items() if k not in found.versions}
     told.notes.append("versions: " + ", ".join([versions, *sorted(peers)]))
     for row in rows:
-        implementations = sorted(set(row.by.values()))
-        if implementations:
-            told.notes.append(f"{row.name}: GEMMs by {', '.join(implementations)}")
+        gemms = sorted({by for what, by in row.by.items() if what != "attention"})
+        if gemms:
+            told.notes.append(f"{row.name}: GEMMs by {', '.join(gemms)}; attention by {row.by.get('attention', '-')}")
     _published(told, found, spec)
     if found.gpu:
         _breakdown(told, rows)

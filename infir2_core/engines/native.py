@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..model.decoder import Decoder
 from ..model.gradients import begin_step, sum_over_ranks
 from ..ops.dispatch import ledger
+from ..ops.loss import one
 from ..optim.adamw import AdamW, Forms
 from ..optim.fit import describe, fit
 from ..precision.recipe import Recipe
@@ -93,7 +94,7 @@ class NativeEngine:
         for batch in moved:
             part, _ = self.model.loss(batch, batch.weights_T / total)
             mark("forward")
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward(one(part.device))  # type: ignore[no-untyped-call]
             mark("backward")
             loss += part.detach()
         self.ranks.sum([loss])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..config.schema import RunConfig
 from ..precision.recipe import Recipe
 from ..precision.spec import parse_format
+from ..precision.support import block_scaled
 
 HEAD_CHUNK = 5 << 29  # CHUNK_BYTES of ops/loss.py (a test compares them), which would bring torch with it
 
@@ -25,23 +26,24 @@ class Plan:
     flops: float
     state_bytes: int
     activation_bytes: int
+    shared_bytes: int
     checkpoint_bytes: int
     peak_disk_bytes: int
 
     @property
     def memory_bytes(self) -> int:
-        """State and activations of one device."""
-        return self.state_bytes + self.activation_bytes
+        """State and activations of one device, less `shared_bytes`: activations first, gradients later."""
+        return self.state_bytes + self.activation_bytes - self.shared_bytes
 
 
 def state_bytes(recipe: Recipe) -> float:
     """Bytes of one parameter of a matrix in training: master, moments, gradient, and what GEMMs read beside the master.
 
-    That is nothing in fp32; bf16, or the row and column copy of FP8 codes, which are as large; with a split master
-    (whose two halves are 4 bytes) an unquantised GEMM reads the bf16 half itself.
+    That is nothing in fp32; bf16; or one copy of FP8 codes, which backward turns; with a split master (whose two halves
+    are 4 bytes) an unquantised GEMM reads the bf16 half itself.
     """
     split = recipe.optimizer.master == "split"
-    read = 0 if recipe.compute == "fp32" or (split and not recipe.uses_fp8) else 2
+    read = 1 if recipe.uses_fp8 else 0 if recipe.compute == "fp32" or split else 2
     return 4 + _moment_bytes(recipe) + (2 if recipe.optimizer.main_grad == "bf16" else 4) + read
 
 
@@ -68,7 +70,9 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
 
     - state: `state_bytes` a parameter
     - activations: what backward keeps of one microbatch, per layer and token (linear inputs are one byte in FP8, gate
-      and up as `save.gate_up` says, the SwiGLU product is rebuilt), with the largest set of temporaries beside it
+      and up as `save.gate_up` says, the SwiGLU product is rebuilt), with the largest set of temporaries beside it:
+      those of SwiGLU's backward, in bf16 and codes by kernels, in float32 by reference
+    - shared: with one microbatch a step, backward frees a layer's activations before the next layer has gradients
     - disk: `checkpoint_bytes` a parameter, and one checkpoint more than is kept exists while it is written
     """
     cpt, shape = config.cpt, config.model
@@ -83,9 +87,12 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     pair = 2 * wide * shape.hidden  # the residual stream and what is still to be added to it
     kept = {"none": attend + feed, "selective": attend + pair, "full": pair}[cpt.recompute]
     once = (attend + feed) if cpt.recompute == "full" else feed if cpt.recompute == "selective" else 0
-    temporaries = 4 * 3 * 2 * shape.ffn + once
-    # A chunk of logits, and the head's gradient: the sum, the chunk's part, and the copy that backward scales.
-    head = min(tokens * shape.vocab * wide, HEAD_CHUNK) + 3 * 4 * shape.vocab * shape.hidden
+    kernels = recipe.compute == "bf16" and block_scaled(recipe)
+    temporaries = (3 * wide + 5 if kernels else 24) * shape.ffn + once
+    # A chunk of logits, the head's weight as it is multiplied, and its gradient: the sum and the chunk's part.
+    head = min(tokens * shape.vocab * wide, HEAD_CHUNK) + (2 * 4 + wide) * shape.vocab * shape.hidden
+    gradients = (2 if recipe.optimizer.main_grad == "bf16" else 4) * shape.parameters
+    one = cpt.global_batch == cpt.micro_batch * config.ranks
     milestones = cpt.steps // cpt.keep_every if cpt.keep_every else 0
     checkpoint = round(checkpoint_bytes(recipe) * shape.parameters)
     return Plan(
@@ -95,6 +102,7 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
         flops=float(cpt.steps) * cpt.global_batch * cpt.seq_len * shape.flops_per_token(cpt.seq_len),
         state_bytes=round(state_bytes(recipe) * shape.parameters),
         activation_bytes=round(tokens * (shape.layers * kept + temporaries)) + head,
+        shared_bytes=round(min(gradients, tokens * shape.layers * kept)) if one else 0,
         checkpoint_bytes=checkpoint,
         peak_disk_bytes=checkpoint * (cpt.keep_last + 1 + milestones),
     )

@@ -64,6 +64,11 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
         accumulate_(parameter.grad, grad, word)
 
 
+def float_sum(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient so far, where an op may add to it itself: float32, and there already."""
+    return parameter.grad if _plain(parameter) else None
+
+
 def sum_over_ranks(parameters: Iterable[nn.Parameter], add: Callable[[Iterable[Tensor]], None]) -> None:
     """Sums gradients over ranks in float32; those of bfloat16 are rounded to nearest first and stochastically after.
 

@@ -26,7 +26,7 @@ from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
 from ..ops.update import Prepared
 from ..precision.spec import QSpec, QuantPlan
-from .gradients import accumulate
+from .gradients import accumulate, float_sum
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,10 @@ class Linear(nn.Module):
             grad: the gradient of y, not quantised, which the bias needs; unused without one.
         """
         if self.weight.requires_grad:
-            accumulate(self.weight, matmul("wgrad", g.col_operand(), x, torch.float32))
+            total = float_sum(self.weight)
+            made = matmul("wgrad", g.col_operand(), x, torch.float32, total=total)
+            if total is None:
+                accumulate(self.weight, made)
         if self.bias is not None and self.bias.requires_grad:
             accumulate(self.bias, grad.sum(0, dtype=torch.float32))
 

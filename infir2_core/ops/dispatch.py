@@ -101,7 +101,14 @@ def shifted(q: QTensor, spec: QSpec) -> QTensor:
     return reference_quantize.shifted(q, spec)
 
 
-def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    gemm: str,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
     """A . B^T (+ bias) by the fastest implementation that fits; arguments as `reference.matmul`.
 
     Args:
@@ -110,6 +117,7 @@ def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tens
         b: [N, K].
         out_dtype: bfloat16 or float32.
         bias: [N] or None.
+        total: [M, N] in `out_dtype`, to which the product is added in place, and which is returned then.
     """
     if isinstance(a, QTensor) and isinstance(b, QTensor) and fast(a.data):
         from .hopper import gemm as hopper
@@ -117,10 +125,11 @@ def matmul(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tens
         if hopper.supports(a, b):
             by = hopper.choose(a, b, out_dtype, bias)
             ledger.add(gemm, a, b, by)
-            return hopper.scaled_matmul(a, b, out_dtype, bias, by)
+            return hopper.scaled_matmul(a, b, out_dtype, bias, by, total)
     quantised = isinstance(a, QTensor) or isinstance(b, QTensor)
     ledger.add(gemm, a, b, "reference" if quantised else "torch")
-    return reference.matmul(a, b, out_dtype, bias)
+    made = reference.matmul(a, b, out_dtype, bias)
+    return made if total is None else total.add_(made)
 
 
 def _label(operand: Operand) -> str:

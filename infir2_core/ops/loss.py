@@ -8,6 +8,7 @@ Logits are stored in the dtype of the hidden states (bf16 in a bf16 recipe), the
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,8 +43,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
+        if grads[0].data_ptr() == one(grads[0].device).data_ptr():
+            return grad_x, grad_weight, None, None, None
         # Not in place: whoever calls backward twice (retain_graph) must find them as they were.
         return grad_x * grads[0], grad_weight * grads[0], None, None, None
+
+
+@cache
+def one(device: torch.device) -> Tensor:
+    """The float32 scalar 1 of a device: `loss.backward(one(device))` is `loss.backward()`, and known to be so.
+
+    Multiplying the weight's gradient by 1 would read and write it once more.
+    """
+    return torch.ones((), device=device)
 
 
 def linear_cross_entropy(

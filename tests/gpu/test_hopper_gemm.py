@@ -109,6 +109,20 @@ def test_both_libraries_give_the_same_bits(right: tuple[int, int], dtype: torch.
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("right,dtype", [((128, 128), torch.bfloat16), ((1, 128), torch.float32)])
+def test_a_product_is_added_to_what_is_there(right: tuple[int, int], dtype: torch.dtype) -> None:
+    a, b = operand(256, 640, (1, 128), "pow2", 1), operand(384, 640, right, "pow2", 2)
+    before = torch.randn(256, 384, device="cuda").to(dtype)
+    for by in gemm.choices(a, b, dtype):
+        total = before.clone()
+        alone = gemm.scaled_matmul(a, b, dtype, by=by)
+        assert gemm.scaled_matmul(a, b, dtype, by=by, total=total) is total
+        expected = before.double() + alone.double()
+        assert ((total.double() - expected).abs() <= 2.0 ** (-22 if dtype == torch.float32 else -8) * (
+            before.double().abs() + alone.double().abs()
+        )).all(), by  # fmt: skip
+
+
 def test_the_nearest_shape_of_the_table_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"cublaslt": 1, "deepgemm": 2}
     far = {"kind": "2d", "m": 128, "n": 128, "k": 128, "tflops": {"cublaslt": 2, "deepgemm": 1}}

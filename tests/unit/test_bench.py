@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infir2_core.bench import baseline, compare, story
+from infir2_core.bench import baseline, compare, story, tune
 from infir2_core.bench.arm import ArmSpec, ArmTimes, measure, text_tokens
 from infir2_core.bench.profile import group_of, summarise
 from infir2_core.config.presets import load_preset
@@ -137,7 +137,7 @@ def test_an_arm_trains_on_real_text_and_times_every_phase() -> None:
     assert all(value > 0 for values in arm.ms.values() for value in values)
     assert any(gemm.startswith("wgrad e4m3") for gemm in arm.by)
     still = measure(ArmSpec("tiny", "bf16", 64, 2, layers=1, optimizer=False, warmup=1, steps=2, device="cpu"))
-    assert still.parameters == arm.parameters and set(still.by.values()) == {"torch"}
+    assert still.parameters == arm.parameters and set(still.by.values()) == {"torch", "sdpa"}
 
 
 def test_what_is_told_without_a_gpu() -> None:
@@ -171,3 +171,29 @@ def test_the_page_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         report.write(tmp_path / "file", "stem", {}, picture, text)
+
+
+def test_a_table_of_gemm_rates_keeps_other_shapes(tmp_path: Path) -> None:
+    model = load_preset("1.5b").model
+    found = tune.shapes(model, 16384)
+    assert {"kind": "1d", "m": 1536, "n": 8960, "k": 16384} in found
+    assert len(found) == len({tuple(entry.values()) for entry in found}) == 11  # o's fprop and dgrad are one shape
+    path, about = tmp_path / "table.json", {"hardware": "card"}
+    one = {"kind": "2d", "m": 1, "n": 2, "k": 3, "tflops": {"cublaslt": 5, "deepgemm": 6}}
+    assert tune.merge(path, [one], about) == 1
+    assert tune.merge(path, [one | {"tflops": {"cublaslt": 9}}, one | {"m": 7}], about) == 2
+    written = json.loads(path.read_text())
+    assert written["hardware"] == "card" and written["shapes"][0]["tflops"] == {"cublaslt": 9}
+    path.write_text("[]")
+    with pytest.raises(InputError, match="cannot be updated"):
+        tune.merge(path, [one], about)
+
+
+def test_the_committed_table_is_complete() -> None:
+    """Every FP8 GEMM of the presets that were measured, by both libraries."""
+    from infir2_core.ops.hopper.gemm import table
+
+    have = {tuple(entry[key] for key in tune.KEYS) for entry in table()}
+    missing = {tuple(s.values()) for s in tune.shapes(load_preset("1.5b").model, 16384)} - have
+    assert {entry[1:] for entry in missing} <= {(16384, 1536, 8960)}  # not yet measured by both
+    assert all({"cublaslt", "deepgemm"} == set(entry["tflops"]) for entry in table())

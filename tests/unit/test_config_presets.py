@@ -10,8 +10,10 @@ import pytest
 from infir2_core.config import toml
 from infir2_core.config.hf_config import shape_to_hf
 from infir2_core.config.presets import FOLDER, list_presets, load_preset
-from infir2_core.config.schema import SIZES
+from infir2_core.config.schema import SIZES, Blend, RunConfig, Source
 from infir2_core.errors import InputError
+from infir2_core.launch.plan import make_plan
+from infir2_core.precision.recipe import load_recipe
 
 PUBLISHED = {"0.5b": 0.49, "1.5b": 1.54, "3b": 3.09, "7b": 7.62}  # billions, from the Qwen2.5 model cards
 UPSTREAM = {
@@ -98,3 +100,33 @@ def test_the_config_package_imports_no_torch() -> None:
     code = "import sys\n" + "".join(f"import infir2_core.config.{name}\n" for name in modules)
     code += "assert not {'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "size,recipe,seq_len,rows,measured",
+    [
+        ("1.5b", "bf16", 8192, 2, 49.6),
+        ("1.5b", "infir2", 8192, 2, 47.8),
+        ("1.5b", "infir2", 32768, 1, 71.9),
+        ("1.5b", "infir2-lean", 8192, 2, 30.0),
+        ("7b", "infir2-lean", 32768, 1, 121.6),
+    ],
+)
+def test_the_planned_memory_is_what_an_h200_measured(
+    size: str, recipe: str, seq_len: int, rows: int, measured: float
+) -> None:
+    """GiB of benchmarks/LOG.md; never less, or a plan would pass that does not fit, and at most 5 % more."""
+    preset = load_preset(size)
+    changes = {"recipe": recipe, "seq_len": seq_len, "micro_batch": rows, "global_batch": rows}
+    config = RunConfig(
+        name="plan",
+        runs="-",
+        size=size,
+        model=preset.model,
+        source=Source(kind="scratch"),
+        data=[Blend(prefix="-", weight=1.0, content="")],
+        cpt=preset.cpt.model_copy(update=changes),
+        ranks=1,
+    )
+    planned = make_plan(config, load_recipe(recipe)).memory_bytes / 2**30
+    assert 0.995 * measured <= planned <= 1.05 * measured

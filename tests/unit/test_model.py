@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from infir2_core.config.schema import ModelShape
 from infir2_core.data.batch import Batch, rows_to_batch
 from infir2_core.model.decoder import Decoder
-from infir2_core.ops.loss import linear_cross_entropy
+from infir2_core.ops.loss import linear_cross_entropy, one
 from infir2_core.ops.reference.elementwise import (
     add_rstd,
     norm,
@@ -175,6 +175,23 @@ def test_the_upstream_gradient_scales_both_gradients_alike() -> None:
     assert torch.allclose(made[0][1], made[1][1], rtol=1e-5)
     bias = (made[1][0] / made[0][0] - 1).mean()
     assert abs(float(bias)) < 5e-4  # a factor rounded to bf16 would shift every element by 1.4e-3
+
+
+def test_the_known_one_is_the_implicit_gradient() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 16).bfloat16().requires_grad_(), torch.randn(24, 16).requires_grad_()
+    made = []
+    for call in (lambda loss: loss.backward(), lambda loss: loss.backward(one(loss.device))):
+        x.grad = weight.grad = None
+        loss, _ = linear_cross_entropy(x, weight, weight.detach().bfloat16(), torch.arange(8), torch.ones(8))
+        call(loss)
+        made.append((x.grad, weight.grad))
+    assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+    loss, _ = linear_cross_entropy(x, weight, weight.detach().bfloat16(), torch.arange(8), torch.ones(8))
+    x.grad = weight.grad = None
+    loss.backward(one(loss.device), retain_graph=True)
+    loss.backward(one(loss.device))
+    assert torch.equal(weight.grad, 2 * made[0][1]), "what was kept for the second backward must be untouched"
 
 
 def test_the_plan_knows_how_large_a_chunk_of_logits_is() -> None:

@@ -68,7 +68,12 @@ def choose(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None =
 
 
 def scaled_matmul(
-    a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None, by: str | None = None
+    a: QTensor,
+    b: QTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    by: str | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """a . b^T (+ bias); a [M, K], b [N, K], `supports(a, b)`.
 
@@ -78,23 +83,26 @@ def scaled_matmul(
         out_dtype: bfloat16 or float32.
         bias: bfloat16 [N].
         by: one of `choices`; None: that of `choose`.
+        total: [M, N] in `out_dtype`, to which the product is added in place, and which is returned then.
     """
     if (by or choose(a, b, out_dtype, bias)) == DEEPGEMM:
-        return _by_deepgemm(a, b, out_dtype)
+        return _by_deepgemm(a, b, out_dtype, total)
     fused = bias if out_dtype == torch.bfloat16 else None
     out = F.scaled_mm(a.data, b.data.T, _scale(a), _kind(a), _scale(b), _kind(b), bias=fused, output_dtype=out_dtype)
-    return out if bias is None or fused is not None else out + bias
+    out = out if bias is None or fused is not None else out + bias
+    return out if total is None else total.add_(out)
 
 
-def _by_deepgemm(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
+def _by_deepgemm(a: QTensor, b: QTensor, out_dtype: torch.dtype, total: Tensor | None) -> Tensor:
     library: Any = _deep_gemm()
     shape = (a.data.shape[0], b.data.shape[0])
     if b.tile == (TILE, TILE):
         out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
         scale = b.scale.contiguous()  # without the padding that cuBLASLt wants
         library.fp8_gemm_nt((a.data, a.scale), (b.data, scale), out, disable_ue8m0_cast=True)
-        return out
-    out = torch.zeros(shape, dtype=out_dtype, device=a.data.device)  # its kernel adds to what is there
+        return out if total is None else total.add_(out)
+    # Its kernel adds to what is there.
+    out = torch.zeros(shape, dtype=out_dtype, device=a.data.device) if total is None else total
     library.fp8_gemm_nt((a.data, a.scale), (b.data, b.scale), out, c=out, recipe=(1, 1, TILE), disable_ue8m0_cast=True)
     return out
 

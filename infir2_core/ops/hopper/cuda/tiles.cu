@@ -141,9 +141,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) infir2_tiles(
     const int lane = threadIdx.x % 16, first = threadIdx.x / 16;  // 16 lanes a row
     const i64 c = c0 + lane * 8;
 #if SOURCE == NORMED
+    const float4 w0 = __ldg(reinterpret_cast<const float4*>(w + c)), w1 = __ldg(reinterpret_cast<const float4*>(w + c + 4));
+    const u32 rounded[4] = {pack(w0.x, w0.y), pack(w0.z, w0.w), pack(w1.x, w1.y), pack(w1.z, w1.w)};
     float weight[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) weight[k] = low(pack(w[c + k], 0.f));
+    for (int k = 0; k < 4; ++k) weight[2 * k] = low(rounded[k]), weight[2 * k + 1] = high(rounded[k]);
 #endif
 #pragma unroll UNROLL
     for (int i = 0; i < TILE / AT_ONCE; ++i) {
@@ -154,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) infir2_tiles(
 #if SOURCE == LOADED || SOURCE == NORMED
         y = load8(x + r * width + c);
 #if SOURCE == NORMED
-        const float s = reinterpret_cast<const float*>(g)[r];
+        const float s = __ldg(reinterpret_cast<const float*>(g) + r);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
             y.v[k] = pack(low(y.v[k]) * s * weight[2 * k], high(y.v[k]) * s * weight[2 * k + 1]);
