@@ -67,7 +67,9 @@ def test_gemm_is_the_sum_of_block_products(
     print(f"largest share of the bound {float(((made.double() - truth).abs() / bound).max()):.3f}")
 
 
-@pytest.mark.parametrize("recipe", ["infir2", "infir2-fp32-scales", "infir2-wgrad2d", "infir2-codes-shift"])
+@pytest.mark.parametrize(
+    "recipe", ["infir2", "infir2-fp32-scales", "infir2-wgrad2d", "infir2-codes-shift", "infir2-fp8-head"]
+)
 def test_kernels_and_reference_train_alike(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same codes in the first layer, so losses agree to accumulation error; deeper, one flipped code moves others."""
     from infir2_core.config.schema import ModelShape

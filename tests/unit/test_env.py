@@ -36,7 +36,7 @@ SERVER = dataclasses.replace(
     LAPTOP, gpus=(H200,), driver="580.1", torch="2.11.0+cu130", cuda="13.0", cublas="13.1.0", nccl="2.28.9"
 )
 
-KERNELS = ("infir2", "infir2-lean", "infir2-fp32-scales", "infir2-wgrad2d", "infir2-codes-shift")
+KERNELS = ("infir2", "infir2-lean", "infir2-fp32-scales", "infir2-wgrad2d", "infir2-codes-shift", "infir2-fp8-head")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8589934592\n", 8 << 30), ("max\n", None), ("9" * 30, None)])

@@ -51,6 +51,7 @@ FP8 = [
     "fp8-delayed",
     "fp8-rowwise",
     "mxfp8",
+    "infir2-fp8-head",
 ]
 
 

@@ -17,10 +17,12 @@ HASHES = {
 }
 
 # The rows of the published systems that the grammar has to hold (names as shipped).
-SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift fp8-current
+SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift infir2-fp8-head
+fp8-current
 fp8-delayed fp8-rowwise fp8-static mxfp8
 deepseek-v3 jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
-RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift fp8-current
+RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift infir2-fp8-head
+fp8-current
 fp8-delayed fp8-rowwise fp8-static mxfp8""".split()
 
 
@@ -58,13 +60,13 @@ def test_which_recipes_run() -> None:
 @pytest.mark.parametrize(
     "change,piece",
     [
-        (('use = "bf16"', 'use = "default"'), "quantised LM head"),
+        (("block = [1, 128]", 'block = "row"'), "LM head in e4m3 row pow2"),
         (('x = "tile", w = "square"', 'x = "fp32", w = "square"'), "fp32 operands in a recipe that computes in bf16"),
         (("[[layers]]", 'accumulate = "promote(128)"\n\n[[layers]]'), "accumulation promote(128)"),
     ],
 )
 def test_what_would_not_be_executed_is_refused(change: tuple[str, str], piece: str) -> None:
-    text = (FOLDER / "infir2.toml").read_text()
+    text = (FOLDER / "infir2-fp8-head.toml").read_text()
     assert change[0] in text
     assert parse(text.replace(*change), "test").missing() == [piece]
 
@@ -107,6 +109,14 @@ def test_wgrad2d_differs_from_infir2_in_one_operand() -> None:
     changed = ours.policy["default"].model_copy(update={"wgrad": base.policy["default"].wgrad})
     assert ours.policy["default"].wgrad.g == "square"
     assert ours.model_copy(update={"policy": {"default": changed}}).hash == base.hash
+
+
+def test_the_head_is_quantised_by_a_rule_and_by_no_other_recipe() -> None:
+    roles = {name: load_recipe(name) for name in RUNNABLE}
+    quantised = [n for n, r in roles.items() if any(map(r.spec, r.policy_for("head", "head").operands().values()))]
+    assert quantised == ["infir2-fp8-head"]
+    head = roles["infir2-fp8-head"].policy_for("head", "head")
+    assert head == roles["infir2"].policy_for("layers.0.down", "down", 0, 4)
 
 
 def test_hashes_of_shipped_recipes_stay() -> None:
