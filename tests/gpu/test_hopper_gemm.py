@@ -101,6 +101,36 @@ def test_kernels_and_reference_train_alike(recipe: str, monkeypatch: pytest.Monk
         assert torch.linalg.norm(ours[1][name] - grad) < 1.5 * noise, name
 
 
+def test_a_quantised_head_runs_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, the last one shorter; dgrad contracts over 5 blocks of vocabulary."""
+    from infir2_core.model.decoder import operands_of
+    from infir2_core.model.head import HeadWeight
+    from infir2_core.ops import loss as module
+    from infir2_core.precision.recipe import load_recipe
+
+    recipe, made, (tokens, vocab, hidden) = load_recipe("infir2-fp8-head"), [], (640, 640, 384)
+    generator = torch.Generator("cuda").manual_seed(1)
+    source = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16()
+    master = 0.1 * torch.randn(vocab, hidden, generator=generator, device="cuda")
+    targets = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
+    for ops in ("auto", "reference"):
+        monkeypatch.setitem(os.environ, "INFIR2_OPS", ops)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 256 * vocab * (4 if ops == "auto" else 12))
+        x, weight = source.clone().requires_grad_(), torch.nn.Parameter(master.clone())
+        head = HeadWeight(operands_of(recipe, recipe.policy_for("head", "head")), torch.bfloat16)
+        head.nonfinite_values = head.nonfinite_values.cuda()
+        ledger.start()
+        weights = torch.full((tokens,), 1 / tokens, device="cuda")
+        loss, _ = module.linear_cross_entropy(x, weight, head.read(weight, True), targets, weights)
+        loss.backward()
+        counts = ledger.stop()
+        assert sum(counts.values()) == 9 and ({by for _, _, by in counts} == {"reference"}) == (ops == "reference")
+        assert x.grad is not None and weight.grad is not None
+        made.append((loss.detach(), x.grad.float(), weight.grad))
+    for ours, reference in zip(*made, strict=True):
+        assert torch.linalg.norm(ours - reference) < 0.01 * torch.linalg.norm(reference)
+
+
 @pytest.mark.parametrize("right,dtype", [((128, 128), torch.bfloat16), ((1, 128), torch.float32)])
 def test_both_libraries_give_the_same_bits(right: tuple[int, int], dtype: torch.dtype) -> None:
     """Which of them runs is a matter of speed alone."""
