@@ -272,6 +272,17 @@ def test_a_linear_keeps_codes_and_not_its_bf16_input(recipe: str) -> None:
     assert scales == [blocks[recipe]]
 
 
+def test_shifted_codes_of_a_rebuilt_norm_are_those_of_a_kept_one() -> None:
+    text, batch = (FOLDER / "infir2-codes-shift.toml").read_text(), rows_to_batch(rows(WIDE, (70, 61), seed=9))
+    made = []
+    for save in ("", '\n[save]\nnorm_output = "rebuilt"\n'):
+        model = Decoder(WIDE, parse(text + save, "test"))
+        model.initialise(0.05, seed=4)
+        (-model.logprobs(batch).mean()).backward()
+        made.append([p.grad for p in model.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
 def test_the_down_projection_may_shift_the_codes_of_its_rebuilt_input() -> None:
     """The copy is that of the row copy, which no one kept; against a layer that kept it."""
     text = (FOLDER / "infir2-codes-shift.toml").read_text().replace('use = "rebuilt"', 'use = "default"')
