@@ -5,6 +5,8 @@ Its parameter is the embedding's when the two are tied, so that it is no `Linear
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +45,9 @@ class HeadWeight:
             self._cached = weight._version, self._made(weight.detach().to(self.dtype), training), training
         head, pairs = self._cached[1], self.operands.pairs()
         if not training:
-            return head
+            return replace(head, counter=None)
+        if head.counter is not None:  # what was found in the weight, told to every step that uses these codes
+            self.nonfinite_values += head.counter
         dgrad = head.dgrad
         if dgrad is None:  # turned anew for each microbatch: keeping it would take a byte a weight
             dgrad = transposed(head.fprop) if isinstance(head.fprop, QTensor) else head.fprop.T
@@ -51,13 +55,17 @@ class HeadWeight:
         return Head(head.fprop, dgrad, QuantPlan(row=head.x.row, col=pairs["x"][1]), g, self.nonfinite_values)
 
     def _made(self, source: Tensor, training: bool) -> Head:
-        """The head of a forward alone, with the weight's other copy where it must be made from the weight itself."""
-        pairs, counter = self.operands.pairs(), self.nonfinite_values if training else None
+        """The head of a forward, with the weight's other copy where it must be made from the weight itself; its counter
+        has the weight's infinities and NaNs.
+        """
+        pairs, counter = self.operands.pairs(), torch.zeros_like(self.nonfinite_values)
         fprop, dgrad = pairs["w"]
         apart = training and (fprop != dgrad or (fprop is not None and not fprop.transposes))
         plan = QuantPlan(row=fprop, col=dgrad if apart else None)
         made = make(source, Wanted(plan, fprop is None or (apart and dgrad is None), None, counter))
-        return Head(made.row_operand(), made.col_operand() if apart else None, QuantPlan(row=pairs["x"][0]))
+        return Head(
+            made.row_operand(), made.col_operand() if apart else None, QuantPlan(row=pairs["x"][0]), counter=counter
+        )
 
     def drop_codes(self) -> None:
         """Forgets the weight's codes, because the master was changed."""

@@ -140,6 +140,21 @@ def test_the_decoder_counts_and_reports_its_head() -> None:
     assert int(decoder.nonfinite_values[-1]) >= 256
 
 
+def test_every_step_hears_of_an_infinite_weight() -> None:
+    """Though its codes, in which the infinity is 448, were made before the count was cleared."""
+    decoder, batch = model("infir2-fp8-head")
+    with torch.no_grad():
+        decoder.embed[3, 5] = float("inf")
+        decoder.embed[4, 6] = float("nan")
+    for _ in range(2):
+        decoder.nonfinite_values.zero_()
+        head = decoder.lm_head.read(decoder.embed, True)
+        assert int(decoder.nonfinite_values[-1]) == int(decoder.nonfinite_values.sum()) == 2
+    assert isinstance(head, Head) and head.counter is decoder.lm_head.nonfinite_values
+    decoder.lm_head.read(decoder.embed, False)
+    assert int(decoder.nonfinite_values[-1]) == 2
+
+
 def test_the_weight_is_quantised_once_a_step() -> None:
     decoder, batch = model("infir2-fp8-head")
 
