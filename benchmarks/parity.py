@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
         if any(process.wait() for process in starts):
             raise SystemExit("a start in bf16 failed: see parity-logs/start-*.log")
     for number, (recipe, seed) in enumerate(arms(args)):
+        if args.discard and finished(Path(args.runs) / name_of(recipe, seed)):
+            continue  # without a checkpoint it would begin again
         # The control takes the card that a study of three seeds on four cards leaves free.
         group = len(args.seeds) if recipe == args.control else args.seeds.index(seed)
         group = number if args.spread else group

@@ -94,10 +94,7 @@ def bf16_vs_fp8(
             say(line)
         say("written: " + ", ".join(str(path) for path in paths))
         for w in worse:
-            say(
-                f"slower: {w.arm} takes {w.found:.3f} of BF16, accepted {w.accepted:.3f}, allowed {w.allowed:.3f}",
-                "red",
-            )
+            say(f"slower: {w.told()}", "red")
 
     emit(data | told.data | {"files": paths, "regressions": [dataclasses.asdict(w) for w in worse]}, human)
     if worse:

@@ -107,6 +107,12 @@ class Clock:
         return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
+def by_phase(intervals: list[float]) -> dict[str, list[float]]:
+    """Milliseconds of each phase in each step, of marks at the beginning of a step and at the end of each phase."""
+    marks = len(PHASES) + 1  # the last interval of a step lies between it and the next
+    return {phase: intervals[i::marks] for i, phase in enumerate(PHASES)}
+
+
 def text_tokens(count: int) -> list[int]:
     """`count` bytes of the standard library's own sources, always the same: real text without a download."""
     found = bytearray()
@@ -126,6 +132,7 @@ def measure(spec: ArmSpec) -> ArmTimes:
     from ..data.batch import rows_to_batch
     from ..engines.native import NativeEngine
     from ..engines.ranks import Ranks
+    from ..launch.plan import excess_bytes
     from ..ops.attention import implementation as implementation_of
     from ..ops.dispatch import ledger
     from ..precision.recipe import load_recipe
@@ -136,7 +143,8 @@ def measure(spec: ArmSpec) -> ArmTimes:
     tokens = torch.tensor(text_tokens(total * spec.rows * (spec.seq_len + 1)), dtype=torch.int64)
     rows = tokens.view(total, spec.rows, spec.seq_len + 1)
     batches = iter([rows_to_batch(list(step)).to(spec.device) for step in rows])
-    update = {"recipe": spec.recipe, "recompute": spec.recompute}
+    update = {"recipe": spec.recipe, "recompute": spec.recompute, "seq_len": spec.seq_len}
+    update |= {"micro_batch": spec.rows, "global_batch": spec.rows}
     config = RunConfig(
         name="bench",
         runs="-",
@@ -147,6 +155,11 @@ def measure(spec: ArmSpec) -> ArmTimes:
         cpt=preset.cpt.model_copy(update=update),
         ranks=1,
     )
+    if cuda and spec.optimizer:
+        room = torch.cuda.get_device_properties(spec.device).total_memory
+        if excess := excess_bytes(config, load_recipe(spec.recipe), room):
+            needs = f"a step needs {(room + excess) / 2**30:.0f} GB, {excess / 2**30:.0f} GB more than the card has"
+            return ArmTimes(failed=f"does not fit: {needs}; try fewer --rows, --recompute full or recipe infir2-lean")
     engine = NativeEngine(config, load_recipe(spec.recipe), Ranks(device=spec.device), optimizer=spec.optimizer)
     torch.manual_seed(1)
     for parameter in engine.model.parameters():
@@ -154,24 +167,22 @@ def measure(spec: ArmSpec) -> ArmTimes:
             torch.nn.init.normal_(parameter, std=preset.cpt.init_std)
     ledger.start()
     engine.train_step([next(batches)], preset.cpt.lr)
-    by = {f"{gemm} {operands}": implementation for gemm, operands, implementation in ledger.stop()}
+    ran: dict[str, set[str]] = {}
+    for gemm, operands, implementation in ledger.stop():
+        ran.setdefault(f"{gemm} {operands}", set()).add(implementation)
+    by = {label: ", ".join(sorted(implementations)) for label, implementations in ran.items()}
     by["attention"] = implementation_of(torch.empty(0, 1, shape.head_dim, dtype=engine.model.dtype, device=spec.device))
     for _ in range(spec.after + spec.warmup - 1):
         engine.train_step([next(batches)], preset.cpt.lr)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    made = ArmTimes(
-        ms={phase: [] for phase in PHASES}, by=by, parameters=sum(p.numel() for p in engine.model.parameters())
-    )
+    made = ArmTimes(by=by, parameters=sum(p.numel() for p in engine.model.parameters()))
     clock, pending = Clock(cuda), []
     for _ in range(spec.steps):
         batch = next(batches)
         clock.mark()
         pending.append(engine.train_step([batch], preset.cpt.lr, clock.mark))
-    times = clock.intervals()
-    for first in range(0, len(times), len(PHASES) + 1):  # the fourth interval lies between two steps
-        for phase, ms in zip(PHASES, times[first : first + len(PHASES)], strict=True):
-            made.ms[phase].append(ms)
+    made.ms = by_phase(clock.intervals())
     made.losses = [step.result().loss for step in pending]
     made.versions = {"torch": torch.__version__}
     if cuda:

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import InputError, MachineError
 from .compare import Row
 
 LEAST = 0.02  # changes below this are never called a regression
@@ -17,12 +17,17 @@ LEAST = 0.02  # changes below this are never called a regression
 
 @dataclass(frozen=True)
 class Regression:
-    """A ratio that has grown: the arm, what was accepted, what was found and how much is allowed."""
+    """A ratio that has grown: the arm, what was accepted, what was found (None: it failed) and how much is allowed."""
 
     arm: str
     accepted: float
-    found: float
+    found: float | None
     allowed: float
+
+    def told(self) -> str:
+        """The regression as a sentence."""
+        found = "has no result" if self.found is None else f"takes {self.found:.3f} of BF16"
+        return f"{self.arm} {found}, accepted {self.accepted:.3f}, allowed {self.allowed:.3f}"
 
 
 def path_for(folder: Path, card: str) -> Path:
@@ -46,9 +51,15 @@ def accept(path: Path, key: str, rows: list[Row]) -> None:
 
     Raises:
         InputError: the file cannot be read or written.
+        MachineError: our BF16 has no result.
     """
     stored = read(path) if path.exists() else {}
-    stored[key] = {row.name: {phase: row.ratio[phase] for phase in ("forward+backward", "step")} for row in rows[1:]}
+    _base(rows)
+    stored[key] = {
+        row.name: {phase: row.ratio[phase] for phase in ("forward+backward", "step")}
+        for row in rows[1:]
+        if not row.failed
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -72,19 +83,29 @@ def read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
         raise InputError(f"the baseline cannot be read: {error}", str(path)) from error
 
 
+def _base(rows: list[Row]) -> None:
+    if rows[0].failed:
+        raise MachineError(f"there is no ratio to BF16: {rows[0].failed}", rows[0].name)
+
+
 def regressions(path: Path, key: str, rows: list[Row], phase: str) -> list[Regression]:
     """Arms whose ratio to our BF16 has grown by more than noise.
 
     Raises:
         InputError: nothing was accepted for this comparison.
+        MachineError: our BF16 has no result.
     """
     stored = read(path)
     if key not in stored:
         raise InputError(f"no baseline was accepted for {key}", str(path), "run once with --accept")
+    _base(rows)
     found = []
     for row in rows[1:]:
         accepted = stored[key].get(row.name, {}).get(phase)
-        if accepted is None or row.failed:
+        if accepted is None:
+            continue
+        if row.failed:  # what ran once and runs no more is worse than any ratio
+            found.append(Regression(row.name, accepted, None, accepted))
             continue
         allowed = accepted * (1 + max(LEAST, noise(rows, row.name, phase)))
         if row.ratio[phase] > allowed:

@@ -15,7 +15,7 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from .arm import PHASES, ArmSpec, ArmTimes, Clock, guarded, show, text_tokens
+from .arm import ArmSpec, ArmTimes, Clock, by_phase, guarded, show, text_tokens
 
 PACKAGES = ("transformer-engine", "megatron-core")
 
@@ -46,11 +46,13 @@ def measure(spec: ArmSpec) -> ArmTimes:
     rows = torch.tensor(text_tokens((spec.after + spec.warmup + spec.steps) * spec.rows * (spec.seq_len + 1)))
     batches = iter(rows.to(torch.int64).cuda().view(-1, spec.rows, spec.seq_len + 1))
     positions = torch.arange(spec.seq_len, device="cuda")[None].expand(spec.rows, -1)
-    made = ArmTimes(ms={phase: [] for phase in PHASES}, parameters=sum(p.numel() for p in model.parameters()))
+    made = ArmTimes(parameters=sum(p.numel() for p in model.parameters()))
+    clock, losses = Clock(True), []
     for step in range(spec.after + spec.warmup + spec.steps):
         if step == spec.after + spec.warmup:
             torch.cuda.reset_peak_memory_stats()
-        tokens, clock = next(batches), Clock(True)
+            clock = Clock(True)
+        tokens = next(batches)
         clock.mark()
         model.zero_grad_buffer()
         if optimizer is not None:
@@ -63,10 +65,10 @@ def measure(spec: ArmSpec) -> ArmTimes:
         if optimizer is not None:
             optimizer.step()
         clock.mark()
-        if step >= spec.after + spec.warmup:
-            for phase, ms in zip(PHASES, clock.intervals(), strict=True):
-                made.ms[phase].append(ms)
-            made.losses.append(loss.item())
+        losses.append(loss.detach())
+    # Read at the end, as ours are: between steps nothing waits for the device.
+    made.ms = by_phase(clock.intervals())
+    made.losses = [float(loss) for loss in losses[-spec.steps :]]
     made.peak_gb = torch.cuda.max_memory_allocated() / 2**30
     made.reserved_gb = torch.cuda.max_memory_reserved() / 2**30
     made.versions = {"torch": torch.__version__} | {package: version(package) for package in PACKAGES}

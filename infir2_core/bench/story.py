@@ -89,7 +89,7 @@ def tell(found: Card, spec: ArmSpec, rows: list[Row]) -> Told:
     peers = {f"{k} {v}" for row in rows for k, v in row.versions.items() if k not in found.versions}
     told.notes.append("versions: " + ", ".join([versions, *sorted(peers)]))
     for row in rows:
-        gemms = sorted({by for what, by in row.by.items() if what != "attention"})
+        gemms = sorted({by for what, each in row.by.items() if what != "attention" for by in each.split(", ")})
         if gemms:
             told.notes.append(f"{row.name}: GEMMs by {', '.join(gemms)}; attention by {row.by.get('attention', '-')}")
     _published(told, found, spec)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config.presets import load_preset
-from ..errors import InputError
+from ..errors import InputError, MachineError
 from ..machine import version
-from ..ops.dispatch import quantize
+from ..ops.dispatch import fast, quantize
 from ..ops.hopper import gemm
 from ..precision.recipe import load_recipe
 from ..precision.spec import QuantPlan
@@ -35,7 +35,13 @@ def shapes(model: ModelShape, tokens: int) -> list[dict[str, Any]]:
 
 
 def measure(size: str, tokens: int, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The shapes of a preset with `tflops` of each library that is installed; operands are quantised random numbers."""
+    """The shapes of a preset with `tflops` of each library that is installed; operands are quantised random numbers.
+
+    Raises:
+        MachineError: no Hopper GPU.
+    """
+    if not fast(torch.empty(0, device="cuda")):
+        raise MachineError("the libraries to be compared need a Hopper GPU", "--tune")
     recipe = load_recipe("infir2")
     tile, square = (QuantPlan(row=recipe.spec(name)) for name in ("tile", "square"))
     made = []

@@ -41,6 +41,8 @@ class Batch:
         """The same batch on another device; copies from pinned memory overlap with compute."""
 
         def move(tensor: Tensor) -> Tensor:
+            if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+                tensor = tensor.pin_memory()  # from other memory the copy would wait for the device
             return tensor.to(device, non_blocking=True)
 
         tensors = (self.tokens_T, self.targets_T, self.weights_T, self.positions_T)

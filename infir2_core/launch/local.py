@@ -22,9 +22,10 @@ from typing import Literal
 from ..config.runfile import differences, write_config
 from ..config.schema import RunConfig
 from ..errors import STOPPED, InputError, MachineError
+from ..machine import find_gpus
 from ..precision.recipe import Recipe, from_json
 from ..runs import read_config, write_exit
-from .plan import make_plan
+from .plan import excess_bytes, make_plan, what_fits
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
     Raises:
         InputError: the folder holds a run made with other settings (each difference is named), something else, or may
             not be written.
-        MachineError: not enough disk for the checkpoints that will be kept.
+        MachineError: not enough disk for the checkpoints that will be kept, or not enough GPU memory for a step.
     """
     runs = Path(config.runs)
     if new:
@@ -65,6 +66,7 @@ def open_run(config: RunConfig, recipe: Recipe, new: bool) -> RunFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_disk(folder, config, recipe)
+        _check_memory(config, recipe)
         (folder / "recipe.json").write_text(recipe.to_json(), encoding="utf-8")
         write_config(config, folder / "config.toml")
     except PermissionError as error:
@@ -111,6 +113,20 @@ def _check_disk(folder: Path, config: RunConfig, recipe: Recipe) -> None:
             f"checkpoints of this run need {needed / 2**30:.1f} GB, {free / 2**30:.1f} GB are free",
             str(folder),
             "free disk space, choose another --runs folder, or lower --keep-last or --keep-every",
+        )
+
+
+def _check_memory(config: RunConfig, recipe: Recipe) -> None:
+    gpus = find_gpus() if config.device.startswith("cuda") else ()
+    if not gpus:
+        return  # on a CPU the host swaps or the kernel ends the process; models for it are small
+    room = min(gpu.memory for gpu in gpus[: config.ranks])
+    excess = excess_bytes(config, recipe, room)
+    if excess > 0:
+        raise MachineError(
+            f"a step needs {(room + excess) / 2**30:.1f} GB of memory, {excess / 2**30:.1f} GB more than the GPU has",
+            f"--micro-batch {config.cpt.micro_batch} --seq-len {config.cpt.seq_len} --recipe {recipe.name}",
+            "; ".join(what_fits(config, recipe, room)) or "no setting of this size fits; choose a smaller --size",
         )
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config.schema import RunConfig
-from ..precision.recipe import Recipe
+from ..precision.recipe import Recipe, load_recipe
 from ..precision.spec import parse_format
 from ..precision.support import block_scaled
 
 HEAD_CHUNK = 5 << 29  # CHUNK_BYTES of ops/loss.py (a test compares them), which would bring torch with it
 
 GIB = 2**30
+MARGIN = 1.05  # plan over measurement, at most (tests/unit/test_config_presets.py)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,33 @@ def _stored_bytes(recipe: Recipe, name: str) -> float:
         return 4 if name == "fp32" else 2
     elements = 1 << 30 if isinstance(spec.block, str) else spec.block[0] * spec.block[1]
     return parse_format(spec.format).bits / 8 + 4 / elements
+
+
+def excess_bytes(config: RunConfig, recipe: Recipe, room: int) -> int:
+    """By how many bytes a step surely exceeds `room` bytes of GPU memory; 0 when it may fit.
+
+    Plans come out up to 5 % above what was measured, so that much is left to them.
+    """
+    return max(0, round(make_plan(config, recipe).memory_bytes / MARGIN) - room)
+
+
+def what_fits(config: RunConfig, recipe: Recipe, room: int) -> list[str]:
+    """Single changes of a run, as options, with which a step may fit into `room` bytes."""
+    cpt = config.cpt
+    changes: list[tuple[str, dict[str, object], Recipe]] = []
+    if cpt.micro_batch > 1:
+        changes.append(("--micro-batch 1", {"micro_batch": 1}, recipe))
+    for mode in ("selective", "full"):
+        if cpt.recompute != mode:
+            changes.append((f"--recompute {mode}", {"recompute": mode}, recipe))
+    if recipe.name == "infir2":
+        changes.append(("--recipe infir2-lean", {}, load_recipe("infir2-lean")))
+        changes.append(("--recipe infir2-lean --recompute full", {"recompute": "full"}, load_recipe("infir2-lean")))
+    return [
+        option
+        for option, change, other in changes
+        if not excess_bytes(config.model_copy(update={"cpt": cpt.model_copy(update=change)}), other, room)
+    ]
 
 
 def make_plan(config: RunConfig, recipe: Recipe) -> Plan:

@@ -38,6 +38,7 @@ def find_offender(model: Decoder, batches: Sequence[Batch], device: str) -> str:
         if not _finite(parameter):
             return f"the weight {name}"
     found: list[str] = []
+    model.nonfinite_values.zero_()  # the optimizer counts what it quantises for the next step
     recompute, model.recompute = model.recompute, "none"  # hooks must not run twice
     with ExitStack() as stack:
         stack.callback(setattr, model, "recompute", recompute)

@@ -140,6 +140,9 @@ class Run:
                     self._check_loaded(corpus, outcome.eval_loss)
             before: Queued | None = None
             while self.position.step < cpt.steps and outcome.stopped is None:
+                if before is not None and self.position.skips >= cpt.max_skips:
+                    # The run may end with the step before, and must find its weights as that step left them.
+                    outcome.loss, before = self._settle(before, log), None
                 queued = self._step(corpus)
                 if before is not None:
                     # The step before: by now the device has this one to work on while the host waits and writes.

@@ -95,6 +95,38 @@ def test_a_regression_is_what_noise_does_not_explain(tmp_path: Path, monkeypatch
         baseline.regressions(path, "key", rows(quiet), "step")
 
 
+def test_a_failed_arm_is_a_regression_and_a_failed_base_an_error(tmp_path: Path) -> None:
+    path, ran = tmp_path / "card.json", ArmTimes(ms={"forward": [10.0], "backward": [20.0], "optimizer": [1.0]})
+    rows = [compare.summarise(name, SPEC, [ran]) for name in ("bf16", "infir2")]
+    rows[1].ratio = {"forward+backward": 0.8, "step": 0.8}
+    baseline.accept(path, "key", [*rows, compare.summarise("other", SPEC, [ArmTimes(failed="died")])])
+    rows[1] = compare.summarise("infir2", SPEC, [ArmTimes(failed="died")])
+    (worse,) = baseline.regressions(path, "key", rows, "step")
+    assert worse.found is None and "infir2 has no result" in worse.told()
+    rows[0] = compare.summarise("bf16", SPEC, [ArmTimes(failed="died")])
+    for call in (lambda: baseline.accept(path, "key", rows), lambda: baseline.regressions(path, "key", rows, "step")):
+        with pytest.raises(MachineError, match="no ratio to BF16: died"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"shapes": [{"kind": "2d", "m": 1, "n": 1, "k": 1, "tflops": {}}]}', None]
+)
+def test_a_broken_table_of_gemm_rates(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infir2_core.ops.hopper import gemm
+
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("INFIR2_GEMM_TABLE", str(path))
+    gemm.table.cache_clear()
+    try:
+        with pytest.raises(InputError, match="table of GEMM rates"):
+            gemm.table()
+    finally:
+        gemm.table.cache_clear()
+
+
 def test_published_rows_are_marked_unless_they_match() -> None:
     row = compare.published("1.5b", 8192)
     assert row is not None and compare.published("tiny", 256) is None

@@ -12,7 +12,7 @@ from infir2_core.config.hf_config import shape_to_hf
 from infir2_core.config.presets import FOLDER, list_presets, load_preset
 from infir2_core.config.schema import SIZES, Blend, RunConfig, Source
 from infir2_core.errors import InputError
-from infir2_core.launch.plan import make_plan
+from infir2_core.launch.plan import MARGIN, excess_bytes, make_plan, what_fits
 from infir2_core.precision.recipe import load_recipe
 
 PUBLISHED = {"0.5b": 0.49, "1.5b": 1.54, "3b": 3.09, "7b": 7.62}  # billions, from the Qwen2.5 model cards
@@ -115,10 +115,15 @@ def test_the_config_package_imports_no_torch() -> None:
 def test_the_planned_memory_is_what_an_h200_measured(
     size: str, recipe: str, seq_len: int, rows: int, measured: float
 ) -> None:
-    """GiB of benchmarks/LOG.md; never less, or a plan would pass that does not fit, and at most 5 % more."""
+    """GiB of benchmarks/LOG.md; never less, or a plan would pass that does not fit, and at most `MARGIN` more."""
+    planned = make_plan(planned_run(size, recipe, seq_len, rows), load_recipe(recipe)).memory_bytes / 2**30
+    assert 0.995 * measured <= planned <= MARGIN * measured
+
+
+def planned_run(size: str, recipe: str, seq_len: int, rows: int) -> RunConfig:
     preset = load_preset(size)
     changes = {"recipe": recipe, "seq_len": seq_len, "micro_batch": rows, "global_batch": rows}
-    config = RunConfig(
+    return RunConfig(
         name="plan",
         runs="-",
         size=size,
@@ -128,5 +133,13 @@ def test_the_planned_memory_is_what_an_h200_measured(
         cpt=preset.cpt.model_copy(update=changes),
         ranks=1,
     )
-    planned = make_plan(config, load_recipe(recipe)).memory_bytes / 2**30
-    assert 0.995 * measured <= planned <= 1.05 * measured
+
+
+def test_what_exceeds_a_card_and_what_would_not() -> None:
+    h200 = 140 << 30
+    config, recipe = planned_run("7b", "infir2", 32768, 2), load_recipe("infir2")
+    assert excess_bytes(config, recipe, h200) > 50 << 30
+    fits = what_fits(config, recipe, h200)
+    assert "--recipe infir2-lean --recompute full" in fits and "--micro-batch 1" not in fits
+    assert excess_bytes(planned_run("7b", "infir2-lean", 32768, 1), load_recipe("infir2-lean"), h200) == 0
+    assert excess_bytes(planned_run("1.5b", "infir2", 8192, 2), recipe, h200) == 0

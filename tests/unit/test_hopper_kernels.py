@@ -25,7 +25,7 @@ from infir2_core.ops.reference.stochastic import key, round_bf16
 from infir2_core.precision.recipe import load_recipe
 from infir2_core.precision.spec import QSpec, QuantPlan, Transform
 
-pytest.importorskip("triton", reason="the kernels are written in Triton")
+pytest.importorskip("triton", reason="some kernels are written in Triton")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if HOPPER else "cpu"
 

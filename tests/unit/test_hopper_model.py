@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the kernels are written in Triton")
+pytest.importorskip("triton", reason="some kernels are written in Triton")
 
+from test_engine import engine
 from test_hopper_kernels import HOPPER, on_this_machine, poisoned_buffers  # noqa: F401
 
 from infir2_core.config.schema import ModelShape
-from infir2_core.data.batch import rows_to_batch
+from infir2_core.data.batch import Batch, rows_to_batch
 from infir2_core.model.decoder import Decoder
-from infir2_core.ops import dispatch
+from infir2_core.ops import dispatch, update
+from infir2_core.ops.reference.quantize import QTensor
 from infir2_core.precision.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(HOPPER, reason="tests/gpu runs the decoder on the GPU itself")
@@ -66,3 +68,42 @@ def test_recomputing_on_kernels_changes_no_bit(recompute: str, kernels: None) ->
     assert plain[0] == again[0]
     for name, grad in plain[1].items():
         assert torch.equal(grad, again[1][name]), name
+
+
+@pytest.fixture
+def updates(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Weights are updated by the kernel too."""
+    monkeypatch.setattr(update, "fast", lambda x: True)
+    yield
+
+
+def batch_of(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return rows_to_batch([torch.randint(0, 64, (65,), generator=generator) for _ in range(2)])
+
+
+@pytest.mark.parametrize("recipe", ["infir2", "infir2-lean"])
+def test_refilled_weights_are_those_quantised_anew(recipe: str, updates: None) -> None:
+    made = engine(recipe, SHAPE)
+    made.model.initialise(0.1, seed=5)
+    for seed in range(2):
+        made.train_step([batch_of(seed), batch_of(seed + 9)], 1e-2).result()
+    assert len(made.optimizer.refilled) == 8
+    for name, layer in made.model.linears():
+        kept = layer.fprop_weight()
+        layer.drop_codes()
+        fresh = layer.fprop_weight()
+        assert isinstance(kept, QTensor) and isinstance(fresh, QTensor) and kept is not fresh
+        assert torch.equal(kept.data.view(torch.uint8), fresh.data.view(torch.uint8)), name
+        assert torch.equal(kept.scale, fresh.scale), name
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("recipe", ["infir2", "infir2-lean"])
+def test_a_weight_that_is_not_finite_skips_every_step(recipe: str, value: float, updates: None) -> None:
+    """Its codes are finite: only the count shows it, and steps that are skipped must count it again."""
+    made = engine(recipe, SHAPE)
+    made.model.initialise(0.1, seed=5)
+    with torch.no_grad():
+        made.model.layers[0].gate_up.weight[0, 0] = value
+    assert [made.train_step([batch_of(7)], 1e-3).result().skipped for _ in range(4)] == [True] * 4

@@ -1,1 +1,1 @@
-"""Triton kernels and library GEMMs for Hopper, with the signatures and the numbers of `ops.reference`."""
+"""Kernels and library calls for Hopper GPUs; each has its definition in ops/reference."""

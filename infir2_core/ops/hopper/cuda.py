@@ -83,7 +83,10 @@ def packed(argument: Argument) -> bytes:
 def _function(file: str, defines: tuple[tuple[str, int], ...], shared: int, index: int) -> ctypes.c_void_p:
     torch.cuda.synchronize(index)  # torch has made this device's context by then
     module, function, driver = ctypes.c_void_p(), ctypes.c_void_p(), _driver()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), compiled(source(file), file, defines)), f"loading {file}")
+    if driver.cuModuleLoadData(ctypes.byref(module), compiled(source(file), file, defines)):
+        # What was kept may be damaged; what is compiled now is not.
+        fresh = compiled(source(file), file, defines, again=True)
+        _check(driver.cuModuleLoadData(ctypes.byref(module), fresh), f"loading {file}")
     name = f"infir2_{Path(file).stem}".encode()
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), f"finding the kernel of {file}")
     _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared), f"shared memory of {file}")
@@ -97,12 +100,12 @@ def source(file: str, without: str = "") -> str:
     return re.sub(r'^#include "(.+)"\n', lambda found: source(found[1], without), text, flags=re.MULTILINE)
 
 
-def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...]) -> bytes:
-    """Machine code of a source, from the cache or from NVRTC."""
+def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...], again: bool = False) -> bytes:
+    """Machine code of a source, from the cache (not if `again`) or from NVRTC."""
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines)]
     key = hashlib.sha256("\0".join([text, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infir2" / f"{key}.cubin"
-    if kept.is_file():
+    if kept.is_file() and not again:
         return kept.read_bytes()
     code = _compile(text, name, options)
     try:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import InputError
 from ..reference.quantize import QTensor
 from .copies import K_BLOCK_PAD, TILE
 
@@ -130,10 +131,23 @@ def fastest(kind: str, m: int, n: int, k: int) -> str:
 
 @cache
 def table() -> list[dict[str, Any]]:
-    """Measured rates: kind, m, n, k and `tflops` by library."""
+    """Measured rates: kind, m, n, k and `tflops` by library.
+
+    Raises:
+        InputError: the file is no such table.
+    """
     path = Path(os.environ.get("INFIR2_GEMM_TABLE") or TABLE)
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return list(loaded["shapes"])
+    try:
+        shapes = json.loads(path.read_text(encoding="utf-8"))["shapes"]
+        for entry in shapes:
+            if min(entry["m"], entry["n"], entry["k"]) < 1 or entry["kind"] not in ("1d", "2d"):
+                raise ValueError(f"{entry}: no shape of a GEMM")
+            if not entry["tflops"].keys() or not entry["tflops"].keys() <= {CUBLASLT, DEEPGEMM}:
+                raise ValueError(f"{entry}: no rates of {CUBLASLT} and {DEEPGEMM}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "unset INFIR2_GEMM_TABLE, or write one: infir2 bench gemm --tune FILE"
+        raise InputError(f"the table of GEMM rates cannot be read: {error}", str(path), hint) from error
+    return list(shapes)
 
 
 @cache

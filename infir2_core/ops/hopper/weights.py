@@ -59,7 +59,7 @@ def adam_(
     numbers = (step.beta1, 1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.keep)
     fields: tuple[Argument, ...] = (
         slot.weight, slot.remainder, grad.contiguous(), _form(slot.m), _form(slot.v), copy, cols, arguments(row),
-        arguments(None), nonfinite, scalars, step.number, *map(float, numbers),
+        nonfinite, scalars, step.number, *map(float, numbers),
     )  # fmt: skip
     tiles = rows // TILE * (cols // TILE)
     launch("adamw.cu", tuple(sorted(constants.items())), tiles, THREADS, 0, fields, slot.weight.device)

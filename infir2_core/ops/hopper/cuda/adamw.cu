@@ -5,7 +5,7 @@
 // Every line of the update is one float32 operation, rounded once, so that the reference is met bit for bit.
 // Defines: WIDE_GRAD (float32 gradient, else bf16), SPLIT (weight bf16 and a remainder, else float32), M, V (0 float32,
 // 1 bf16, 2 E4M3 codes), ROOT (V in codes of the root), COPY (the weight in bf16 too), AHEAD (rows whose loads are issued
-// together), BLOCKS (of a multiprocessor), ROW, COL, POW2, E5M2.
+// together), BLOCKS (of a multiprocessor), ROW (copy of the new weight in codes), COL (0), POW2, E5M2.
 struct Form { void* data; float* scale; i64 salt; };
 
 constexpr int UNROLL = AHEAD;
@@ -78,14 +78,29 @@ __device__ __forceinline__ void store_moment(
     if (threadIdx.x % 16 == 0) form.scale[at / TILE] = scale;
 }
 
+// Adds the infinities and NaNs that this tile of the weight has in bf16.
+__device__ __forceinline__ void count_again(const void* weight, i64 width, i64* counter) {
+    const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
+    int bad = 0;
+    for (int i = threadIdx.x; i < TILE * TILE / 8; i += 256) {
+        const i64 at = (r0 + i / 16) * width + c0 + i % 16 * 8;
+        const uint4 q = SPLIT ? *reinterpret_cast<const uint4*>(reinterpret_cast<const u16*>(weight) + at)
+                              : packed(load_wide(reinterpret_cast<const float*>(weight) + at));
+        bad += not_finite(q.x) + not_finite(q.y) + not_finite(q.z) + not_finite(q.w);
+    }
+    if (bad) atomicAdd(reinterpret_cast<u64*>(counter), (u64)bad);
+}
+
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_adamw(
-    void* weight, u16* remainder, const void* grad, Form first, Form second, u16* copy, i64 width, Copy row, Copy col,
-    i64* counter, const float* scalars, const i64* updates, double beta1, double left1, double beta2, double left2,
+    void* weight, u16* remainder, const void* grad, Form first, Form second, u16* copy, i64 width, Copy row, i64* counter,
+    const float* scalars, const i64* updates, double beta1, double left1, double beta2, double left2,
     double eps, double keep) {
     __shared__ u32 partial[8];
-    __shared__ __align__(16) u8 staged[COL ? STAGED : 16];
     __shared__ uint4 mine[8][256];  // each thread's new weights: in registers they would spill
-    if (scalars[3] != 0) return;  // skipped: weight, state and copies stay as they are
+    if (scalars[3] != 0) {  // skipped: weight, state and copies stay, and what is not finite in them is counted again
+        if (ROW) count_again(weight, width, counter);
+        return;
+    }
     const float size = scalars[0], unbias = scalars[1], factor = scalars[2];
     const u32 number = (u32)*updates, m_word = mix(number ^ (u32)first.salt), v_word = mix(number ^ (u32)second.salt);
     const i64 across = width / TILE, r0 = blockIdx.x / across * TILE, c0 = blockIdx.x % across * TILE;
@@ -138,10 +153,10 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) infir2_adamw(
             made = packed(p);
         }
         if (COPY) *reinterpret_cast<uint4*>(copy + at) = made;
-        if (ROW || COL) mine[i][threadIdx.x] = made;
+        if (ROW) mine[i][threadIdx.x] = made;
     }
-    if (!ROW && !COL) return;
+    if (!ROW) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = mine[i][threadIdx.x];
-    emit_square(y, r0, c0, row, col, partial, staged, counter);
+    emit_square(y, r0, c0, row, Copy{}, partial, nullptr, counter);
 }
