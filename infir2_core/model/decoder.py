@@ -25,11 +25,12 @@ from ..ops.attention import self_attention
 from ..ops.dispatch import ledger
 from ..ops.loss import linear_cross_entropy
 from ..ops.reference.elementwise import rope_tables
-from ..ops.reference.loss import linear_logprob
+from ..ops.reference.loss import Head, float_logits, linear_logprob
 from ..ops.update import Prepared
 from ..precision.recipe import Policy, Recipe
 from .functions import feed_forward, norm_linear, norm_of_sum, rope_qkv
 from .gradients import embedding, keep_bf16, receiver
+from .head import HeadWeight
 from .linear import Linear, Operands
 
 
@@ -115,9 +116,10 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(Block(shape, recipe, i, self.dtype) for i in range(shape.layers))
             self.norm = nn.Parameter(torch.ones(shape.hidden))
             self.head = None if shape.tied else nn.Parameter(torch.empty_like(self.embed))
-            linears = [layer for _, layer in self.linears()]
-            self.nonfinite_values = torch.zeros(len(linears), dtype=torch.int64)  # of each linear; read as one tensor
-        for layer, counter in zip(linears, self.nonfinite_values, strict=True):
+            self.lm_head = HeadWeight(operands_of(recipe, recipe.policy_for("head", "head")), self.dtype)
+            counting: list[Linear | HeadWeight] = [*(layer for _, layer in self.linears()), self.lm_head]
+            self.nonfinite_values = torch.zeros(len(counting), dtype=torch.int64)  # of each; read as one tensor
+        for layer, counter in zip(counting, self.nonfinite_values, strict=True):
             layer.nonfinite_values = counter
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and recipe.optimizer.main_grad == "bf16":
@@ -139,20 +141,23 @@ class Decoder(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         """float32 [T, V]; for tests and generation, training uses `loss`."""
-        return self.hidden(batch).float() @ self._head_weight().detach().to(self.dtype).float().T
+        hidden, head = self.hidden(batch), self.lm_head.read(self._head_weight(), training=False)
+        return float_logits(hidden, head) if isinstance(head, Head) else hidden.float() @ head.float().T
 
     def logprobs(self, batch: Batch) -> Tensor:
         """log p(target) of each token, float32 [T], from float32 logits; gradients flow."""
         weight = self._head_weight()
-        hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
-        ledger.add("head", hidden, head, "torch")
+        hidden, head = self.hidden(batch), self.lm_head.read(weight, torch.is_grad_enabled())
+        if isinstance(head, Tensor):
+            ledger.add("head", hidden, head, "torch")
         return linear_logprob(hidden, receiver(weight), head, batch.targets_T)
 
     def loss(self, batch: Batch, weights_T: Tensor) -> tuple[Tensor, Tensor]:
         """-sum(weights * log p(target)), for training; and the log-probabilities, float32 [T], without gradient."""
         weight = self._head_weight()
-        hidden, head = self.hidden(batch), weight.detach().to(self.dtype)
-        ledger.add("head", hidden, head, "torch")
+        hidden, head = self.hidden(batch), self.lm_head.read(weight, training=True)
+        if isinstance(head, Tensor):  # a quantised one counts its own
+            ledger.add("head", hidden, head, "torch")
         return linear_cross_entropy(hidden, receiver(weight), head, batch.targets_T, weights_T)
 
     def _head_weight(self) -> nn.Parameter:
@@ -176,6 +181,7 @@ class Decoder(nn.Module):
         """
         for name, layer in self.linears():
             layer.end_step(f"{name}.weight" in refilled)
+        self.lm_head.drop_codes()
 
     @torch.no_grad()
     def initialise(self, std: float, seed: int) -> None:

@@ -28,9 +28,9 @@ Pair = tuple[Tensor, Tensor]
 def _normed_columns(layer: Linear, ctx: Any, total: Tensor, rstd: Tensor, saved: list[Tensor]) -> Operand:
     """What wgrad reads of a norm's output: as it was saved, or made again."""
     if not layer.rebuilt_input:
-        return unpack(ctx.meta, tuple(saved))
+        return layer.wgrad_input(unpack(ctx.meta, tuple(saved)))
     wanted = layer.wanted("x", row=False, counted=layer.operands.fprop_x is None)
-    return fused.norm(total, rstd, ctx.norm, wanted).col_operand()
+    return layer.wgrad_input(layer.kept_input(fused.norm(total, rstd, ctx.norm, wanted)))
 
 
 class _NormLinear(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _NormLinear(torch.autograd.Function):
         made = fused.norm(total, rstd, norm, layer.wanted("x", col=not layer.rebuilt_input, training=training))
         if training:
             ctx.layer, ctx.added, ctx.norm = layer, delta is not None, norm
-            ctx.meta, saved = (None, ()) if layer.rebuilt_input else pack(made.col_operand())
+            ctx.meta, saved = (None, ()) if layer.rebuilt_input else pack(layer.kept_input(made))
             ctx.save_for_backward(total, rstd, *saved)
         # Without a delta the sum is x itself, and an input may not be returned as it is.
         return (total if delta is not None else total.view_as(total)), layer.fprop(made.row_operand(), training)
@@ -157,7 +157,7 @@ class _FeedForward(torch.autograd.Function):
         product, left = fused.swiglu(gate_up_T2F, down.wanted("x", col=False, training=training), kept)
         if training:
             ctx.gate_up, ctx.down, ctx.norm = gate_up, down, norm
-            ctx.meta, saved = (None, ()) if gate_up.rebuilt_input else pack(normed.col_operand())
+            ctx.meta, saved = (None, ()) if gate_up.rebuilt_input else pack(gate_up.kept_input(normed))
             ctx.kept, codes = pack(left)
             ctx.save_for_backward(total, rstd, *codes, *saved)
         return total, down.fprop(product.row_operand(), training)
@@ -174,7 +174,7 @@ class _FeedForward(torch.autograd.Function):
         grad_product = down.dgrad(g)
         again = down.wanted("x", row=False, counted=down.operands.fprop_x is None)
         inner, product = fused.swiglu_backward(grad_product, unpack(ctx.kept, tuple(kept)), gate_up.wanted("g"), again)
-        down.wgrad(g, product.col_operand(), grad)
+        down.wgrad(g, down.wgrad_input(down.kept_input(product)), grad)
         del grad_product, product
         grad_normed = gate_up.dgrad(inner)
         gate_up.wgrad(inner, _normed_columns(gate_up, ctx, total, rstd, saved), grad)

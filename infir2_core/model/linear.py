@@ -5,8 +5,9 @@
 The weight is kept as a float32 master; what is quantised is that master rounded to the compute dtype, the same bf16
 numbers that are exported. (With a split master the weight is those bf16 numbers, the optimizer has the rest.) Its codes
 are made once per optimizer step. For backward the layer keeps the wgrad copy of its input, made in the forward from the
-same bf16 source: codes and scales, never the bf16 input itself, when the policy quantises it. (The down projection of a
-feed-forward half keeps nothing: functions.py rebuilds its input.)
+same bf16 source: codes and scales, never the bf16 input itself, when the policy quantises it. A policy may have that
+copy made of the row copy's codes (`codes_shift`): then it is the row copy that is kept, and turned in the backward.
+(The down projection of a feed-forward half keeps nothing: functions.py rebuilds its input.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..ops.dispatch import matmul, transposed
+from ..ops.dispatch import matmul, shifted, transposed
 from ..ops.fused import PLAIN, Made, Wanted, dequantized, make
 from ..ops.reference.matmul import Operand
 from ..ops.reference.quantize import QTensor, State, advance_state, new_state
@@ -57,7 +58,7 @@ class Linear(nn.Module):
     """y = x . w^T + b with w [out, in] in `kept` and b float32 [out] or None, computed in `dtype`.
 
     `saved_output` is how a function that needs y in its backward keeps it: None for as it is. With `rebuilt_input`, a
-    function that makes x makes it again in its backward instead of keeping the wgrad copy.
+    function that makes x makes it again in its backward instead of keeping codes of it.
     """
 
     def __init__(
@@ -126,9 +127,12 @@ class Linear(nn.Module):
         """What the GEMMs of this layer want of `x`, `w` or `g`: the row copy, the column copy or both.
 
         Only fprop follows when not `training`: then no column copy is made, and neither amax histories nor the count of
-        infinities see the data. A tensor that is quantised a second time is not `counted` again.
+        infinities see the data. A tensor that is quantised a second time is not `counted` again. In place of a column
+        copy that is made of the row copy's codes, the row copy is wanted.
         """
         col = col and training
+        if tensor == "x" and self.shifts:
+            row, col = row or col, False
         row_spec, col_spec = self.operands.pairs()[tensor]
         plan = QuantPlan(row=row_spec if row else None, col=col_spec if col else None)
         plain = (row and row_spec is None) or (col and col_spec is None)
@@ -147,6 +151,21 @@ class Linear(nn.Module):
         if self.watches:
             self._watched("gradient", g.plain if g.plain is not None else dequantized(g.row_operand()))
         return self._watched("input gradient", matmul("dgrad", g.row_operand(), self.dgrad_weight(), self.dtype))
+
+    @property
+    def shifts(self) -> bool:
+        """Whether wgrad's copy of x is made of the codes of fprop's."""
+        return self.operands.wgrad_x is not None and self.operands.wgrad_x.shifts_from(self.operands.fprop_x)
+
+    def kept_input(self, x: Made) -> Operand:
+        """What backward needs of x: wgrad's operand, or the row copy of which it is made."""
+        return x.row_operand() if self.shifts else x.col_operand()
+
+    def wgrad_input(self, kept: Operand) -> Operand:
+        """Wgrad's operand of x, [in, T], from what `kept_input` gave."""
+        if self.shifts and isinstance(kept, QTensor) and self.operands.wgrad_x is not None:
+            return shifted(kept, self.operands.wgrad_x)
+        return kept
 
     def wgrad(self, g: Made, x: Operand, grad: Tensor) -> None:
         """Adds the weight's gradient, float32 [out, in], and the bias's, float32 [out], unless they are frozen.
@@ -195,7 +214,7 @@ class _LinearFunction(torch.autograd.Function):
         made = make(x, layer.wanted("x", training=training))
         if training:
             ctx.layer = layer
-            ctx.meta, saved = pack(made.col_operand())
+            ctx.meta, saved = pack(layer.kept_input(made))
             ctx.save_for_backward(*saved)
         return layer.fprop(made.row_operand(), training)
 
@@ -203,10 +222,10 @@ class _LinearFunction(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         layer: Linear = ctx.layer
-        x_col, grad = unpack(ctx.meta, ctx.saved_tensors), grads[0].contiguous()
+        kept, grad = unpack(ctx.meta, ctx.saved_tensors), grads[0].contiguous()
         g = make(grad, layer.wanted("g"))
         grad_x = layer.dgrad(g) if ctx.needs_input_grad[0] else None
-        layer.wgrad(g, x_col, grad)
+        layer.wgrad(g, layer.wgrad_input(kept), grad)
         return grad_x, None, None, None, None
 
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..precision.spec import QuantPlan
+from ..precision.spec import QSpec, QuantPlan
 from .reference import matmul as reference
 from .reference import quantize as reference_quantize
 from .reference.matmul import Operand
@@ -89,6 +89,16 @@ def transposed(q: QTensor) -> QTensor:
         if gemm.laid_out(q):
             return weights.transposed(q)
     return q.transpose()
+
+
+def shifted(q: QTensor, spec: QSpec) -> QTensor:
+    """The column copy by `spec` of a matrix from its row copy's codes: `reference.quantize.shifted`."""
+    if fast(q.data):
+        from .hopper import shift as hopper
+
+        if hopper.supports(q, spec):
+            return hopper.shifted(q, spec)
+    return reference_quantize.shifted(q, spec)
 
 
 def matmul(

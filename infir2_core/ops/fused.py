@@ -82,7 +82,7 @@ def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tenso
 
 def norm(x: Tensor, rstd: Tensor, weight: Tensor, wanted: Wanted) -> Made:
     """x * rstd * weight as wanted, for x [T, D], rstd float32 [T], weight float32 [D]."""
-    if _fits(x, x.shape[1], wanted.plan.row, wanted.plan.col):
+    if _fits(x, x.shape[1], wanted.plan):
         from .hopper import quantize as hopper
 
         plain = torch.empty_like(x) if wanted.plain else None
@@ -105,7 +105,7 @@ def norm_backward(
 def swiglu(gate_up: Tensor, wanted: Wanted, kept: Wanted = PLAIN) -> tuple[Made, Operand]:
     """silu(gate) * up [T, F] as wanted, for gate_up [T, 2F]; and gate_up as backward keeps it: row copy or itself."""
     half, spec = gate_up.shape[1] // 2, kept.plan.row
-    if _fits(gate_up, half, wanted.plan.row, wanted.plan.col, spec):
+    if _fits(gate_up, half, wanted.plan, spec):
         from .hopper import quantize as hopper
 
         plain = gate_up.new_empty(gate_up.shape[0], half) if wanted.plain else None
@@ -123,10 +123,13 @@ def swiglu_backward(grad: Tensor, gate_up: Operand, wanted: Wanted, product: Wan
         grad: [T, F], of the product.
         gate_up: [T, 2F], or the codes that are left of it, which then are what is differentiated and multiplied.
         wanted: of the gradient.
-        product: of the product; no row copy.
+        product: of the product.
     """
+    if product.plan.row is not None:  # of which the kernel makes no row copy
+        gradient, again = swiglu_backward(grad, gate_up, wanted, PLAIN)
+        return gradient, make(again.unquantised(), product)
     codes = gate_up.spec if isinstance(gate_up, QTensor) else None
-    if _fits(grad, grad.shape[1], wanted.plan.row, wanted.plan.col, product.plan.col, codes):
+    if _fits(grad, grad.shape[1], wanted.plan, product.plan.col, codes):
         from .hopper import quantize as hopper
 
         plain = grad.new_empty(grad.shape[0], 2 * grad.shape[1]) if wanted.plain else None
@@ -163,9 +166,15 @@ def _counter(x: Tensor, wanted: Wanted) -> Tensor:
     return wanted.counter if wanted.counter is not None else torch.zeros((), dtype=torch.int64, device=x.device)
 
 
-def _fits(x: Tensor, width: int, *specs: QSpec | None) -> bool:
-    """Whether the kernels make copies of these specs (None: not wanted) of a tensor with the rows of x and `width`."""
+def _fits(x: Tensor, width: int, plan: QuantPlan, *beside: QSpec | None) -> bool:
+    """Whether the kernels make these copies of a tensor with the rows of x and `width`.
+
+    Of one format and scale rule, in 1x128 blocks, the plan's column copy also in 128x128 ones; `beside` are other
+    copies of the same pass (None: not wanted).
+    """
     if not dispatch.fast(x) or x.dtype != torch.bfloat16 or x.shape[0] % BLOCK or width % BLOCK:
         return False
-    wanted = {spec for spec in specs if spec is not None}
-    return len(wanted) <= 1 and all(spec.block_scaled and spec.block == (1, BLOCK) for spec in wanted)
+    tiles = [spec for spec in (plan.row, *beside) if spec is not None]
+    specs = tiles if plan.col is None else [*tiles, plan.col]
+    alike = len({(spec.format, spec.scale) for spec in specs}) <= 1
+    return alike and all(s.block_scaled for s in specs) and all(s.block == (1, BLOCK) for s in tiles)

@@ -119,8 +119,9 @@ class Optimizer(Data):
 
 
 class Save(Data):
-    """What backward keeps. `linear_input`: `codes` (the wgrad copy only) or bf16; `norm_input` and `gate_up`: bf16 or a
-    spec name. `norm_output`: `kept` as `linear_input` says, or `rebuilt` from the norm's input, bit for bit.
+    """What backward keeps. `linear_input`: `codes` (the wgrad copy, or the codes that it is made of) or bf16;
+    `norm_input` and `gate_up`: bf16 or a spec name. `norm_output`: `kept` as `linear_input` says, or `rebuilt` from the
+    norm's input, bit for bit.
     """
 
     linear_input: str = "codes"

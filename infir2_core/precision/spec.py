@@ -123,6 +123,10 @@ class QSpec(Data):
     - `e8m0`: decode scale amax / M rounded up to a power of two, in E8M0 (OCP MX element).
     - `e4m3+fp32`: E4M3 scales per block under one float32 scale per tensor (NVFP4).
     - `none`: encode scale 1.
+
+    `from` says what a copy is made of. `source`: the tensor itself. `codes_shift`: the codes of the row copy, each
+    divided by the power of two that takes it to the coarsest scale of the rows in its block. The others of published
+    systems have no implementation.
     """
 
     format: str
@@ -178,6 +182,18 @@ class QSpec(Data):
             and self.scale in ("pow2", "fp32")
             and self.origin == "source"
         )
+
+    def shifts_from(self, row: QSpec | None) -> bool:
+        """Whether this is a column copy that can be made by shifting the codes of the row copy `row`: power-of-two
+        scales, blocks of 1 x B in `row`, of 1 x any or B x any in this copy.
+        """
+        if self.origin != "codes_shift" or row is None or isinstance(row.block, str) or isinstance(self.block, str):
+            return False
+        if row.block[0] != 1 or self.block[0] not in (1, row.block[1]):
+            return False
+        plain = all(s.amax == "current" and s.rounding == "rne" and not s.transforms for s in (self, row))
+        plain = plain and self.headroom == row.headroom
+        return plain and row.origin == "source" and self.scale == row.scale == "pow2" and self.format == row.format
 
     def label(self) -> str:
         """Short text for tables, for example `e4m3 1x128 pow2`."""

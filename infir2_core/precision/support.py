@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .spec import QSpec
 
 if TYPE_CHECKING:
-    from .recipe import Recipe
+    from .recipe import Policy, Recipe
 
 FORMATS = ("e4m3", "e5m2")
 SCALES = ("pow2", "fp32", "e8m0", "none")
@@ -23,16 +23,18 @@ def missing_pieces(recipe: Recipe) -> list[str]:
     """Names of what `recipe` needs and nothing implements, each once, in the order of the recipe."""
     found: list[str] = []
     for policy in recipe.used().values():
-        for spec_name in policy.operands().values():
+        for operand, spec_name in policy.operands().items():
             spec = recipe.spec(spec_name)
             if spec is not None:
-                found += _spec(spec)
+                found += _spec(spec) + _origin(spec, operand, recipe.spec(policy.fprop.x))
             elif spec_name != recipe.compute:
                 found.append(f"{spec_name} operands in a recipe that computes in {recipe.compute}")
         if policy.accumulate != "fp32":
             found.append(f"accumulation {policy.accumulate}")
-    if any(recipe.spec(name) for name in recipe.policy_for("head", "head").operands().values()):
-        found.append("quantised LM head")
+    for name in recipe.policy_for("head", "head").operands().values():
+        spec = recipe.spec(name)
+        if spec is not None and not _in_chunks(spec):
+            found.append(f"LM head in {spec.label()}")
     found += [
         f"layer rule '{rule.match}' (needs calibration)" for rule in recipe.layers if rule.match.startswith("spike:")
     ]
@@ -58,17 +60,26 @@ def block_scaled(recipe: Recipe) -> bool:
 
     (For token counts that divide by 128; other shapes run by reference.)
     """
-    for policy in recipe.used().values():
-        specs = {key: recipe.spec(name) for key, name in policy.operands().items()}
-        pairs = [("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.g", "wgrad.g")]
-        if any(spec is not None and not spec.block_scaled for spec in specs.values()):
+    return all(_policy_block_scaled(recipe, policy) for policy in recipe.used().values())
+
+
+def _policy_block_scaled(recipe: Recipe, policy: Policy) -> bool:
+    specs = {key: recipe.spec(name) for key, name in policy.operands().items()}
+    given = [spec for spec in specs.values() if spec is not None]
+    x, wgrad_x, wgrad_g = specs["fprop.x"], specs["wgrad.x"], specs["wgrad.g"]
+    if wgrad_x is not None and wgrad_x.shifts_from(x):
+        given.remove(wgrad_x)
+        if wgrad_x.block not in ((1, 128), (128, 128)):
             return False
-        if any(specs[row] != specs[col] for row, col in pairs):
-            return False
-        rows = [specs[key] for key in ("fprop.x", "dgrad.g", "wgrad.g")]
-        if any(spec is not None and spec.block != (1, 128) for spec in rows):
-            return False
-    return True
+    if any(not spec.block_scaled for spec in given) or len({(spec.format, spec.scale) for spec in given}) > 1:
+        return False
+    if any(spec is not None and spec.block != (1, 128) for spec in (x, specs["dgrad.g"])):
+        return False
+    if specs["fprop.w"] != specs["dgrad.w"] or not any(s is None or s.block == (1, 128) for s in (wgrad_x, wgrad_g)):
+        return False
+    return all(
+        (specs[row] is None) == (specs[col] is None) for row, col in (("fprop.x", "wgrad.x"), ("dgrad.g", "wgrad.g"))
+    )
 
 
 def _optimizer(recipe: Recipe) -> list[str]:
@@ -114,9 +125,14 @@ def _saved(recipe: Recipe, key: str, name: str) -> list[str]:
     if spec is None:
         return [f"save.{key} = {name}"]
     rows = spec.block == "row" or (not isinstance(spec.block, str) and spec.block[0] == 1)
-    if _spec(spec) or not rows or spec.amax != "current":
+    if _spec(spec) or spec.origin != "source" or not rows or spec.amax != "current":
         return [f"save.{key} in {spec.label()}"]
     return []
+
+
+def _in_chunks(spec: QSpec) -> bool:
+    """Whether chunks of a multiple of 128 tokens can be quantised one by one (ops/loss.py)."""
+    return not isinstance(spec.block, str) and all(128 % side == 0 for side in spec.block) and spec.amax == "current"
 
 
 def _spec(spec: QSpec) -> list[str]:
@@ -134,6 +150,12 @@ def _spec(spec: QSpec) -> list[str]:
     if spec.clip != "saturate":
         out.append(f"clip {spec.clip}")
     out += [f"transform {t.kind}" for t in spec.transforms]
-    if spec.origin != "source":
-        out.append(f"column copy from {spec.origin}")
     return out
+
+
+def _origin(spec: QSpec, operand: str, fprop_x: QSpec | None) -> list[str]:
+    if spec.origin == "source" or (operand == "wgrad.x" and spec.shifts_from(fprop_x)):
+        return []
+    if spec.origin == "codes_shift" and operand == "wgrad.x":
+        return [f"column copy {spec.label()} of {fprop_x.label() if fprop_x else 'x unquantised'}"]
+    return [f"column copy from {spec.origin}"]

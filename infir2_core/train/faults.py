@@ -69,6 +69,8 @@ def _run_again(model: Decoder, batch: Batch, total: float, found: list[str]) -> 
     for name, layer in model.linears():
         if not found and int(layer.nonfinite_values):
             found.append(f"what {name} quantised")
+    if not found and int(model.lm_head.nonfinite_values):
+        found.append("what the head quantised")
     model.nonfinite_values.zero_()
 
 

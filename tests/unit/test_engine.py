@@ -45,7 +45,7 @@ def test_weights_of_zero_take_no_part() -> None:
     assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["infir2", "fp8-delayed"])
+@pytest.mark.parametrize("recipe", ["infir2", "infir2-codes-shift", "infir2-fp8-head", "fp8-delayed"])
 def test_a_loaded_engine_goes_on_with_the_same_bits(recipe: str) -> None:
     batches = [[rows_to_batch(rows(WIDE, (30, 30), seed=s))] for s in range(6)]
     straight, stopped = engine(recipe), engine(recipe)

@@ -36,6 +36,8 @@ SERVER = dataclasses.replace(
     LAPTOP, gpus=(H200,), driver="580.1", torch="2.11.0+cu130", cuda="13.0", cublas="13.1.0", nccl="2.28.9"
 )
 
+KERNELS = ("infir2", "infir2-lean", "infir2-fp32-scales", "infir2-wgrad2d", "infir2-codes-shift", "infir2-fp8-head")
+
 
 @pytest.mark.parametrize(("text", "expected"), [("8589934592\n", 8 << 30), ("max\n", None), ("9" * 30, None)])
 def test_memory_is_cut_by_the_containers_limit(text: str, expected: int | None, tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_every_recipe_gets_the_verdict_its_pieces_deserve(found: Machine) -> Non
             assert said.runs == "not at all"
             assert all(piece in said.reason for piece in recipe.missing())
         else:
-            kernels = found is SERVER and name in ("infir2", "infir2-lean", "infir2-fp32-scales")
+            kernels = found is SERVER and name in KERNELS
             assert said.runs == ("by reference" if recipe.uses_fp8 and not kernels else "native"), name
     assert told["bf16"].runs == "native"
     assert told["infir2"].runs == ("native" if found is SERVER else "by reference")

@@ -20,7 +20,7 @@ from infir2_core.ops.reference import elementwise as plainly
 from infir2_core.ops.reference.elementwise import rope, rope_tables
 from infir2_core.ops.reference.loss import softmax_gradient_
 from infir2_core.ops.reference.moments import split
-from infir2_core.ops.reference.quantize import QTensor, quantize
+from infir2_core.ops.reference.quantize import QTensor, quantize, shifted
 from infir2_core.ops.reference.stochastic import key, round_bf16
 from infir2_core.precision.recipe import load_recipe
 from infir2_core.precision.spec import QSpec, QuantPlan, Transform
@@ -29,7 +29,7 @@ pytest.importorskip("triton", reason="some kernels are written in Triton")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if HOPPER else "cpu"
 
-from infir2_core.ops.hopper import copies, elementwise, rope_heads, weights  # noqa: E402
+from infir2_core.ops.hopper import copies, elementwise, rope_heads, shift, weights  # noqa: E402
 from infir2_core.ops.hopper import loss as hopper_loss  # noqa: E402
 from infir2_core.ops.hopper import quantize as hopper  # noqa: E402
 
@@ -62,6 +62,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(interpreter, "_convert_float", convert)
         monkeypatch.setattr(hopper, "launch", cuda_on_cpu.launch)
         monkeypatch.setattr(weights, "launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(shift, "launch", cuda_on_cpu.launch)
     with np.errstate(all="ignore"):
         yield
 
@@ -143,6 +144,38 @@ def test_square_scales_are_padded_for_the_gemm_without_nan() -> None:
     made = hopper.quantize(normal(128, 640, 0), QuantPlan(row=spec, col=spec), counter())
     assert made.row is not None and made.row.scale.stride() == (8, 1)
     assert torch.isfinite(made.row.scale.as_strided((1, 8), (8, 1))).all()
+
+
+@pytest.mark.parametrize("kind", ["e4m3 {} pow2", "e4m3 {} fp32", "e5m2 {} pow2"])
+@pytest.mark.parametrize("row", [True, False])
+def test_rows_in_tiles_and_columns_in_squares(kind: str, row: bool) -> None:
+    """One pass, two block shapes, as wgrad in 128x128 blocks wants it."""
+    tile, square = SPECS[kind.format("1x128")], SPECS[kind.format("128x128")]
+    plan = QuantPlan(row=tile if row else None, col=square)
+    x, bad = wild(384, 256, seed=3), counter()
+    x[130, 128:] = float("nan")  # a block with NaN and an infinity, one with NaN alone in a row
+    assert hopper.supports(x, plan)
+    made, reference = hopper.quantize(x.to(DEVICE), plan, bad), quantize(x, plan)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+    assert int(bad) == int(reference.nonfinite)
+    assert made.col is not None and made.col.scale.stride() == (4, 1), "three blocks of tokens, padded to four"
+    assert not hopper.supports(x, QuantPlan(row=square, col=tile))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_swiglu_backward_with_columns_in_squares(kept: bool) -> None:
+    gate_up, grad = normal(256, 2 * 256, 8, 2.0), normal(256, 256, 9)
+    source: Any = hopper.swiglu_quantize(gate_up, QuantPlan(), counter(), torch.empty_like(grad), TILE, counter())[1]
+    source = source if kept else gate_up
+    debug, plan = torch.empty_like(gate_up), QuantPlan(row=TILE, col=SQUARE)
+    made, product = hopper.swiglu_backward_quantize(grad, source, plan, TILE, counter(), debug)
+    reference, both = quantize(debug, plan), QuantPlan(row=TILE, col=TILE)
+    same(made.row, reference.row)
+    same(made.col, reference.col)
+    tiles, same_product = hopper.swiglu_backward_quantize(grad, source, both, TILE, counter())
+    same(made.row, tiles.row)
+    same(product, same_product)
 
 
 @pytest.mark.parametrize("width", [256, 640])
@@ -352,6 +385,25 @@ def test_column_copies_of_square_blocks_are_turned() -> None:
     turned = weights.transposed(made.row)
     same(turned, made.col)
     assert turned.scale.stride() == made.col.scale.stride()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+def test_shifted_codes_equal_the_reference_bit_for_bit(block: tuple[int, int], fmt: str) -> None:
+    """Rows far apart in size, rows and a block of zeros, a NaN, codes that become subnormal or zero."""
+    x = normal(384, 640, 34).float() * torch.exp2(6 * normal(384, 1, 35).float())
+    x[5], x[200, 128:256], x[128:256, 256:384] = 0, 0, 0
+    x[300, 500], x[301:310, :128] = float("nan"), 1e-38
+    spec = QSpec(format=fmt, block=(1, 128), scale="pow2")
+    row = hopper.quantize(x.bfloat16(), QuantPlan(row=spec), counter()).row
+    wanted = QSpec(format=fmt, block=block, scale="pow2", origin="codes_shift")
+    assert row is not None and shift.supports(row, wanted)
+    made = shift.shifted(row, wanted)
+    same(made, shifted(row, wanted))
+    laid = copies.Copies.allocate((384, 640), None, wanted, made.data.device).col
+    assert laid is not None and made.scale.stride() == laid.scale.stride()
+    wide = hopper.quantize(x.bfloat16(), QuantPlan(row=QSpec(format=fmt, block=(1, 128), scale="fp32")), counter()).row
+    assert wide is not None and not shift.supports(wide, wanted)
 
 
 MEAN = QSpec(format="e4m3", block=(1, 128), scale="fp32", rounding="stochastic")

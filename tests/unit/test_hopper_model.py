@@ -21,7 +21,7 @@ from infir2_core.precision.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(HOPPER, reason="tests/gpu runs the decoder on the GPU itself")
 SHAPE = ModelShape(
-    layers=2, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=64, tied=True, max_positions=256
+    layers=2, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=256, tied=True, max_positions=256
 )
 
 
@@ -39,7 +39,7 @@ def run(recipe: str, recompute: str = "none") -> tuple[float, dict[str, torch.Te
     model = Decoder(SHAPE, load_recipe(recipe), "cpu", recompute)
     model.initialise(0.1, seed=5)
     generator = torch.Generator().manual_seed(7)
-    batch = rows_to_batch([torch.randint(0, 64, (65,), generator=generator) for _ in range(2)])
+    batch = rows_to_batch([torch.randint(0, 256, (65,), generator=generator) for _ in range(2)])
     with torch.no_grad():
         evaluated = float(-model.logprobs(batch).mean())
     loss, _ = model.loss(batch, torch.full((128,), 1 / 128))
@@ -47,7 +47,10 @@ def run(recipe: str, recompute: str = "none") -> tuple[float, dict[str, torch.Te
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, evaluated
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-fp32-scales", "infir2-lean"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["bf16", "infir2", "infir2-fp32-scales", "infir2-lean", "infir2-wgrad2d", "infir2-codes-shift", "infir2-fp8-head"],
+)
 def test_the_decoder_on_kernels_is_the_decoder(recipe: str, request: pytest.FixtureRequest) -> None:
     reference = run(recipe)
     request.getfixturevalue("kernels")

@@ -20,7 +20,7 @@ from infir2_core.ops.reference.elementwise import (
     swiglu_backward,
     swiglu_product,
 )
-from infir2_core.precision.recipe import load_recipe
+from infir2_core.precision.recipe import FOLDER, load_recipe, parse
 
 SHAPES = {
     "tied-gqa": ModelShape(
@@ -42,7 +42,17 @@ SHAPES = {
         max_positions=64,
     ),
 }
-FP8 = ["infir2", "infir2-fp32-scales", "fp8-current", "fp8-delayed", "fp8-rowwise", "mxfp8"]
+FP8 = [
+    "infir2",
+    "infir2-fp32-scales",
+    "infir2-wgrad2d",
+    "infir2-codes-shift",
+    "fp8-current",
+    "fp8-delayed",
+    "fp8-rowwise",
+    "mxfp8",
+    "infir2-fp8-head",
+]
 
 
 def hf_twin(shape: ModelShape) -> Qwen2ForCausalLM:
@@ -216,7 +226,7 @@ def gradients(recipe: str, recompute: str, batch: Batch) -> tuple[float, dict[st
     return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "infir2", "fp8-delayed"])
+@pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-codes-shift", "fp8-delayed"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
     batch = rows_to_batch(rows(WIDE, (50, 50, 31), seed=8))
@@ -239,21 +249,54 @@ def test_fp8_gradients_point_where_bf16_ones_do(recipe: str) -> None:
         assert torch.linalg.norm(found[name] - grad) < 0.25 * torch.linalg.norm(grad), name
 
 
-def test_a_linear_keeps_codes_and_not_its_bf16_input() -> None:
-    model = Decoder(WIDE, load_recipe("infir2"))
+@pytest.mark.parametrize("recipe", ["infir2", "infir2-codes-shift"])
+def test_a_linear_keeps_codes_and_not_its_bf16_input(recipe: str) -> None:
+    model = Decoder(WIDE, load_recipe(recipe))
     model.initialise(0.05, seed=4)
     saved: list[tuple[torch.dtype, int]] = []
+    scales = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append((tensor.dtype, tensor.numel()))
+        if tensor.dtype == torch.float32:
+            scales.append(tensor.shape)
         return tensor
 
     x = torch.randn(64, WIDE.hidden).bfloat16().requires_grad_()
     layer = dict(model.linears())["layers.0.gate_up"]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x)
-    assert (torch.float8_e4m3fn, x.numel()) in saved
+    assert saved.count((torch.float8_e4m3fn, x.numel())) == 1, "one copy"
     assert not any(dtype == torch.bfloat16 for dtype, _ in saved)
+    blocks = {"infir2": (1, WIDE.hidden), "infir2-codes-shift": (64, 2)}  # of the column copy, of the row copy
+    assert scales == [blocks[recipe]]
+
+
+def test_shifted_codes_of_a_rebuilt_norm_are_those_of_a_kept_one() -> None:
+    text, batch = (FOLDER / "infir2-codes-shift.toml").read_text(), rows_to_batch(rows(WIDE, (70, 61), seed=9))
+    made = []
+    for save in ("", '\n[save]\nnorm_output = "rebuilt"\n'):
+        model = Decoder(WIDE, parse(text + save, "test"))
+        model.initialise(0.05, seed=4)
+        (-model.logprobs(batch).mean()).backward()
+        made.append([p.grad for p in model.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_the_down_projection_may_shift_the_codes_of_its_rebuilt_input() -> None:
+    """The copy is that of the row copy, which no one kept; against a layer that kept it."""
+    text = (FOLDER / "infir2-codes-shift.toml").read_text().replace('use = "rebuilt"', 'use = "default"')
+    model = Decoder(WIDE, parse(text, "test"))
+    model.initialise(0.05, seed=4)
+    block, x = model.layers[0], torch.randn(2, 64, WIDE.hidden).bfloat16()
+    grad = torch.randn(64, WIDE.hidden).bfloat16()
+    block.feed(x[0], x[1])[1].backward(grad)
+    found = block.down.weight.grad.clone()
+    block.down.weight.grad = None
+    total, rstd = add_rstd(x[0], x[1], WIDE.norm_eps)
+    normed = norm(total, rstd, block.norm2)
+    block.down(swiglu_product(block.gate_up(normed)).detach()).backward(grad)
+    assert torch.equal(block.down.weight.grad, found)
 
 
 @pytest.mark.parametrize("recipe", ["infir2", "fp8-delayed"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infir2_core.ops.reference.codes import decode, encode_scale
-from infir2_core.ops.reference.quantize import QuantPlan, advance_state, block_amax, new_state, quantize
+from infir2_core.ops.reference.quantize import QuantPlan, advance_state, block_amax, new_state, quantize, shifted
 from infir2_core.precision.spec import QSpec
 
 DATA = Path(__file__).parents[1] / "data"
@@ -140,6 +140,60 @@ def test_any_shape_against_a_scalar_oracle(
             values = decode(ours.codes[i : i + height, j : j + width].contiguous(), torch.float32)
             distance = ((piece * encode).clamp(-448, 448)[..., None] - table).abs().min(-1).values
             assert torch.equal(distance, ((piece * encode).clamp(-448, 448) - values).abs())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    cols=st.integers(1, 40),
+    across=st.sampled_from([1, 8]),
+    along=st.sampled_from([4, 16]),
+    seed=st.integers(0, 2**31),
+)
+def test_shifted_codes_against_a_scalar_oracle(rows: int, cols: int, across: int, along: int, seed: int) -> None:
+    """Block by block: the scale is the coarsest of rows that are not zero, each value the nearest with that scale."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator) * torch.exp2(5 * torch.randn(rows, 1, generator=generator))
+    x[torch.rand(rows, generator=generator) < 0.2] = 0
+    row = quantize(x.bfloat16(), QuantPlan(row=QSpec(format="e4m3", block=(1, 8), scale="pow2"))).row
+    assert row is not None
+    made = shifted(row, QSpec(format="e4m3", block=(across, along), scale="pow2", origin="codes_shift"))
+    assert made.codes.shape == (cols, rows) and made.axis == 0
+    numbers = sorted({v for v in decode(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.float32)})
+    grid, source, values = torch.stack(numbers), row.dequantize(), made.dequantize().T
+    for i in range(0, rows, along):
+        for j in range(0, cols, 8):
+            piece, found = source[i : i + along, j : j + 8], values[i : i + along, j : j + 8]
+            scales = row.scale[i : i + along, j // 8][piece.abs().amax(1) > 0]
+            scale = scales.max() if len(scales) else torch.tensor(1.0)
+            stored = made.scale_inv[j // 8, i // along] if across == 8 else made.scale_inv[j : j + 8, i // along]
+            assert (stored == scale).all()
+            nearest = ((piece.abs() / scale)[..., None] - grid).abs().min(-1).values * scale
+            assert torch.equal((piece - found).abs(), nearest)
+
+
+def test_how_often_shifted_codes_give_the_values_of_the_source() -> None:
+    """The figures of docs/recipes.md: values of copies from the codes against copies from the bf16 tensor."""
+    tile, square = (QSpec(format="e4m3", block=block, scale="pow2") for block in ((1, 128), (128, 128)))
+    spec = square.model_copy(update={"origin": "codes_shift"})
+
+    def equal(x: torch.Tensor) -> tuple[float, float]:
+        made, blocks = quantize(x, QuantPlan(row=tile, col=tile)), quantize(x, QuantPlan(col=square)).col
+        assert made.row is not None and made.col is not None and blocks is not None
+        ours = shifted(made.row, spec)
+        assert torch.equal(ours.scale_inv, blocks.scale_inv), "a block's amax is that of its largest row"
+        return tuple(float((ours.dequantize() == q.dequantize()).float().mean()) for q in (made.col, blocks))  # type: ignore[return-value]
+
+    gaussian = torch.randn(2048, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert equal(gaussian) == (pytest.approx(0.9999, abs=1e-4), pytest.approx(0.99995, abs=5e-5))
+    assert equal(source("outlier_rows")) == (pytest.approx(0.558, abs=5e-4), pytest.approx(0.8955, abs=5e-4))
+
+
+def test_codes_with_other_scales_are_not_shifted() -> None:
+    row = quantize(torch.randn(8, 128), QuantPlan(row=QSpec(format="e4m3", block=(1, 128), scale="fp32"))).row
+    assert row is not None
+    with pytest.raises(ValueError, match="cannot be made from e4m3 1x128 fp32"):
+        shifted(row, QSpec(format="e4m3", block=(1, 128), scale="pow2", origin="codes_shift"))
 
 
 def test_dequantised_pow2_operands_are_exact_in_bf16() -> None:

@@ -8,11 +8,22 @@ import pytest
 from infir2_core.errors import InputError
 from infir2_core.precision.recipe import FOLDER, LINEARS, from_json, list_recipes, load_recipe, parse
 
+HASHES = {
+    "bf16": "31256bd6fed9",
+    "infir2": "3b3a133a3bfe",
+    "infir2-lean": "5f44f36977b1",
+    "infir2-fp32-scales": "d19fb7ba8667",
+    "mxfp8": "d3c0489809cf",
+}
+
 # The rows of the published systems that the grammar has to hold (names as shipped).
-SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static mxfp8
+SYSTEMS = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift infir2-fp8-head
+fp8-current
+fp8-delayed fp8-rowwise fp8-static mxfp8
 deepseek-v3 jet-rl mxfp4-quartet nvfp4 halo0 halo1 halo2 coat eco spike-aware e8m3 gigatrain""".split()
-RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales fp8-current fp8-delayed fp8-rowwise fp8-static
-mxfp8""".split()
+RUNNABLE = """bf16 fp32 infir2 infir2-lean infir2-fp32-scales infir2-wgrad2d infir2-codes-shift infir2-fp8-head
+fp8-current
+fp8-delayed fp8-rowwise fp8-static mxfp8""".split()
 
 
 def test_every_system_is_shipped_and_nothing_else() -> None:
@@ -49,15 +60,32 @@ def test_which_recipes_run() -> None:
 @pytest.mark.parametrize(
     "change,piece",
     [
-        (('use = "bf16"', 'use = "default"'), "quantised LM head"),
+        (("block = [1, 128]", 'block = "row"'), "LM head in e4m3 row pow2"),
         (('x = "tile", w = "square"', 'x = "fp32", w = "square"'), "fp32 operands in a recipe that computes in bf16"),
         (("[[layers]]", 'accumulate = "promote(128)"\n\n[[layers]]'), "accumulation promote(128)"),
     ],
 )
 def test_what_would_not_be_executed_is_refused(change: tuple[str, str], piece: str) -> None:
-    text = (FOLDER / "infir2.toml").read_text()
+    text = (FOLDER / "infir2-fp8-head.toml").read_text()
     assert change[0] in text
     assert parse(text.replace(*change), "test").missing() == [piece]
+
+
+@pytest.mark.parametrize(
+    "change,piece",
+    [
+        (("block = [1, 128]\nscale = \"pow2\"", "block = [1, 128]\nscale = \"fp32\""), "of e4m3 1x128 fp32"),
+        (('fprop = { x = "tile"', 'fprop = { x = "bf16"'), "of x unquantised"),
+        (("block = [128, 128]\nscale = \"pow2\"\nfrom", "block = [64, 128]\nscale = \"pow2\"\nfrom"), "64x128"),
+        (('w = "square" }\nwgrad = { g = "tile", x = "shifted"', 'w = "shifted" }\nwgrad = { g = "tile", x = "tile"'),
+         "column copy from codes_shift"),
+    ],
+)  # fmt: skip
+def test_codes_that_cannot_be_shifted_are_refused(change: tuple[str, str], piece: str) -> None:
+    text = (FOLDER / "infir2-codes-shift.toml").read_text()
+    assert change[0] in text
+    missing = parse(text.replace(*change), "test").missing()
+    assert len(missing) == 1 and missing[0].startswith("column copy") and piece in missing[0]
 
 
 def test_infir2_is_what_the_design_says() -> None:
@@ -74,6 +102,27 @@ def test_infir2_is_what_the_design_says() -> None:
             s and s.format == "e4m3" and s.scale == "pow2" and s.origin == "source" and s.rounding == "rne"
             for s in specs
         )
+
+
+def test_wgrad2d_differs_from_infir2_in_one_operand() -> None:
+    ours, base = load_recipe("infir2-wgrad2d"), load_recipe("infir2")
+    changed = ours.policy["default"].model_copy(update={"wgrad": base.policy["default"].wgrad})
+    assert ours.policy["default"].wgrad.g == "square"
+    assert ours.model_copy(update={"policy": {"default": changed}}).hash == base.hash
+
+
+def test_the_head_is_quantised_by_a_rule_and_by_no_other_recipe() -> None:
+    roles = {name: load_recipe(name) for name in RUNNABLE}
+    quantised = [n for n, r in roles.items() if any(map(r.spec, r.policy_for("head", "head").operands().values()))]
+    assert quantised == ["infir2-fp8-head"]
+    head = roles["infir2-fp8-head"].policy_for("head", "head")
+    assert head == roles["infir2"].policy_for("layers.0.down", "down", 0, 4)
+
+
+def test_hashes_of_shipped_recipes_stay() -> None:
+    """Checkpoints and run folders refer to them."""
+    hashes = {name: load_recipe(name).hash for name in ("bf16", "infir2", "infir2-lean", "infir2-fp32-scales", "mxfp8")}
+    assert hashes == HASHES
 
 
 def test_first_matching_rule_wins() -> None:

@@ -57,9 +57,13 @@ def defines(row: QTensor | None, col: QTensor | None, other: QTensor | None = No
 
 
 def supported(row: QSpec | None, col: QSpec | None) -> bool:
-    """Whether the kernels make these copies (of a source whose sides divide by 128)."""
+    """Whether the kernels make these copies (of a source whose sides divide by 128): of one format and scale rule, in
+    blocks of one shape, or the row copy in 1x128 and the column copy in 128x128.
+    """
     specs = [spec for spec in (row, col) if spec is not None]
-    return bool(specs) and all(spec == specs[0] and spec.block_scaled for spec in specs)
+    if not specs or not all(spec.block_scaled for spec in specs) or len({(s.format, s.scale) for s in specs}) > 1:
+        return False
+    return specs[0].block in ((1, TILE), specs[-1].block)
 
 
 def _empty(rows: int, contraction: int, spec: QSpec, device: torch.device) -> QTensor:

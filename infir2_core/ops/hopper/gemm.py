@@ -38,8 +38,10 @@ TABLE = Path(__file__).with_name("gemm_table.json")
 
 
 def supports(a: QTensor, b: QTensor) -> bool:
-    """Whether `scaled_matmul` takes these operands: a 1x128, b 1x128 or 128x128, laid out by ops/hopper/copies.py."""
-    if ScalingType is None or not (laid_out(a) and laid_out(b)) or a.tile != (1, TILE):
+    """Whether `scaled_matmul` takes these operands: in 1x128 blocks, one of them also in 128x128, laid out by
+    ops/hopper/copies.py.
+    """
+    if ScalingType is None or not (laid_out(a) and laid_out(b)) or (1, TILE) not in (a.tile, b.tile):
         return False
     if a.spec.format == b.spec.format == "e5m2":
         return False
@@ -49,10 +51,11 @@ def supports(a: QTensor, b: QTensor) -> bool:
 def choices(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> list[str]:
     """The libraries that compute this product here, cuBLASLt always among them.
 
-    DeepGEMM's kernels take E4M3 and no bias, and store bf16 for a 128x128 right operand, float32 for a 1x128 one.
+    DeepGEMM's kernels take E4M3 and no bias, 1x128 on the left, and store bf16 for a 128x128 right operand, float32 for
+    a 1x128 one.
     """
     dtype = torch.bfloat16 if b.tile == (TILE, TILE) else torch.float32
-    fits = bias is None and out_dtype == dtype and a.spec.format == b.spec.format == "e4m3"
+    fits = bias is None and out_dtype == dtype and a.spec.format == b.spec.format == "e4m3" and a.tile == (1, TILE)
     fits = fits and all(side % TILE == 0 for side in (*a.data.shape, *b.data.shape))
     return [CUBLASLT, DEEPGEMM] if fits and _deep_gemm() is not None else [CUBLASLT]
 
@@ -86,9 +89,7 @@ def scaled_matmul(
     if (by or choose(a, b, out_dtype, bias)) == DEEPGEMM:
         return _by_deepgemm(a, b, out_dtype, total)
     fused = bias if out_dtype == torch.bfloat16 else None
-    out = F.scaled_mm(
-        a.data, b.data.T, a.scale, _kind(a), _right_scale(b), _kind(b), bias=fused, output_dtype=out_dtype
-    )
+    out = F.scaled_mm(a.data, b.data.T, _scale(a), _kind(a), _scale(b), _kind(b), bias=fused, output_dtype=out_dtype)
     out = out if bias is None or fused is not None else out + bias
     return out if total is None else total.add_(out)
 
@@ -177,7 +178,8 @@ def _padded(contraction: int) -> int:
     return -(-(contraction // TILE) // K_BLOCK_PAD) * K_BLOCK_PAD
 
 
-def _right_scale(q: QTensor) -> Tensor:
+def _scale(q: QTensor) -> Tensor:
+    """Scales as torch takes them: [rows, K blocks], rows contiguous, or [K blocks padded to four, row blocks]."""
     if q.tile == (1, TILE):
         return q.scale
     pitch = _padded(q.data.shape[1])

@@ -3,8 +3,8 @@
 Sources are a bf16 matrix, a norm of one, the SwiGLU product of gate and up, and the gradients of gate and up
 (reference: ops/reference/quantize.py, after ops/reference/elementwise.py for all but the first). A tile of 128 x 128
 elements holds whole blocks in both directions, so that one read of it yields the row copy (1x128 blocks along the
-columns) and the column copy (1x128 blocks along the rows). The kernels are cuda/tiles.cu and, for 128x128 blocks,
-cuda/square.cu.
+columns) and the column copy (1x128 blocks along the rows, or one block of 128x128). The kernels are cuda/tiles.cu and,
+where both copies are in 128x128 blocks, cuda/square.cu.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(
     kept: QTensor | None = None,
     kept_nonfinite: Tensor | None = None,
 ) -> None:
-    """Fills 1x128 copies of the bf16 values that `source` makes of x.
+    """Fills copies of the bf16 values that `source` makes of x: in 1x128 blocks, `copies.col` also in 128x128 ones.
 
     Args:
         source: LOADED (x itself), NORMED (x * rstd * weight), SWIGLU (x is gate, then up) or SWIGLU_BACKWARD.
@@ -98,6 +98,7 @@ def run(
     constants = defines(copies.row, copies.col, product or kept) | {
         "KEPT": int(kept is not None),
         "SOURCE": source,
+        "SQUARE": int(copies.col is not None and copies.col.tile == (TILE, TILE)),
         "PLAIN": int(plain is not None),
         "PRODUCT": int(product is not None),
         "AHEAD": ahead,
@@ -146,7 +147,7 @@ def swiglu_quantize(
         plan: wanted copies of the product.
         nonfinite: int64 scalar, to which those of the product are added.
         plain: bfloat16 [T, F] that receives the product.
-        kept: spec of gate and up, that of `plan` if both are given; None: not wanted.
+        kept: spec of gate and up: 1x128, format and scale those of `plan`; None: not wanted.
         kept_nonfinite: int64 scalar, to which those of gate and up are added.
     """
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
@@ -169,9 +170,9 @@ def swiglu_backward_quantize(
 
     Args:
         grad: bfloat16 [T, F], of silu(gate) * up.
-        gate_up: bfloat16 [T, 2F], or its row copy of the same spec.
+        gate_up: bfloat16 [T, 2F], or its row copy in 1x128 blocks.
         plan: copies wanted of the gradient.
-        product: the spec of the product's column copy, that of `plan`; None: not wanted.
+        product: the spec of the product's column copy: 1x128, format and scale those of `plan`; None: not wanted.
         nonfinite: int64 scalar, added to (by the gradient; the product was counted in the forward).
         plain: bfloat16 [T, 2F] that receives the gradient.
         plain_product: bfloat16 [T, F] that receives the product.

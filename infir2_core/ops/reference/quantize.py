@@ -117,6 +117,38 @@ def quantize(x: Tensor, plan: QuantPlan, state: State | None = None) -> Quantize
     return Quantized(row, _copy(x, magnitude, plan.col, 0, state), nonfinite)
 
 
+def shifted(q: QTensor, spec: QSpec) -> QTensor:
+    """The column copy of a tensor from the codes of its row copy, without the tensor.
+
+    All codes of a block of rows (the block of `spec` along the contraction) and of a block of columns (that of `q`) get
+    one scale, the coarsest among the rows that are not all zero (1 if all are), as if the block had been quantised with
+    one scale. A code is divided by the power of two between the two scales: exactly, but for codes that become
+    subnormal, which are rounded to nearest even.
+
+    Args:
+        q: row copy [R, C] with `spec.shifts_from(q.spec)`.
+        spec: of the column copy.
+
+    Returns:
+        The column copy: codes [R, C] in the layout of the source, contraction over R.
+
+    Raises:
+        ValueError: `q` is no such row copy.
+    """
+    if q.axis != 1 or not spec.shifts_from(q.spec):
+        raise ValueError(f"{spec.label()} cannot be made from {q.spec.label()}")
+    (rows, cols), width = q.data.shape, q.tile[1]
+    height, narrow = tile_shape(spec, (rows, cols), 0)
+    taken = block_amax(q.data.view(torch.uint8) & 0x7F, (1, width)) > 0
+    coarsest = block_amax(torch.where(taken, q.scale, 0.0), (height, 1))
+    coarsest = torch.where(coarsest > 0, coarsest, 1.0)
+    # Rows of zeros may have a larger scale, 1.
+    factor = (q.scale / coarsest.repeat_interleave(height, 0)[:rows]).clamp(max=1.0)
+    values = decode(q.data, torch.float32) * factor.repeat_interleave(width, 1)[:, :cols]
+    scale = coarsest if narrow == width else coarsest.repeat_interleave(width, 1)[:, :cols].contiguous()
+    return QTensor(cast(values, spec.format), scale, (height, narrow), 0, spec)
+
+
 def tile_shape(spec: QSpec, shape: tuple[int, int], axis: int) -> tuple[int, int]:
     """Block height and width in the layout of a [R, C] source whose `axis` is contracted."""
     rows, cols = shape

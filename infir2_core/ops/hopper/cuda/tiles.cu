@@ -7,8 +7,8 @@
 // transposed and leave as 128 contiguous bytes again. Every input is read once, every value is computed once.
 //
 // Defines: SOURCE, ROW, COL (copies wanted), PLAIN (the bf16 values too), PRODUCT (column copy of the SwiGLU product),
-// KEPT (row copy of gate and up: made by SWIGLU, read by SWIGLU_BACKWARD in place of x), AHEAD (rows whose loads are issued
-// together), THREADS, BLOCKS (of a multiprocessor), POW2, E5M2.
+// KEPT (row copy of gate and up: made by SWIGLU, read by SWIGLU_BACKWARD in place of x), SQUARE (COL in 128 x 128 blocks: a
+// tile has one scale), AHEAD (rows whose loads are issued together), THREADS, BLOCKS (of a multiprocessor), POW2, E5M2.
 #define LOADED 0           // x
 #define NORMED 1           // x * rstd * weight
 #define SWIGLU 2           // silu(gate) * up, x = gate, up beside each other
@@ -66,7 +66,9 @@ __device__ __forceinline__ void emit_row(const Eight& y, i64 r, i64 c, int lane,
     if (lane == 0) out.scale[(c / TILE) * out.pitch + r] = d;
 }
 
-// Column copy of a staged tile whose first element is (r0, c0). `partial` holds GROUPS x 64 pairs of maxima.
+// Column copy of a staged tile whose first element is (r0, c0), in one block or 128. `partial` holds GROUPS x 64 pairs of
+// maxima.
+template <bool ONE_BLOCK>
 __device__ __forceinline__ void emit_col(
     u16* tile, u32* partial, i64 r0, i64 c0, const Copy& out, i64* counter, bool count) {
     const int pair = threadIdx.x % 64, group = threadIdx.x / 64;
@@ -87,14 +89,21 @@ __device__ __forceinline__ void emit_col(
         }
         if (count && bad) add(counter, bad);
     }
-    partial[group * 64 + pair] = m;
+    if (ONE_BLOCK) {
+#pragma unroll
+        for (int step = 16; step; step >>= 1) m = larger(m, __shfl_xor_sync(~0u, m, step));
+    }
+    partial[ONE_BLOCK ? threadIdx.x / 32 : group * 64 + pair] = m;
     __syncthreads();  // all maxima are there, and the tile has been read: codes may take its place
 #pragma unroll
-    for (int k = 0; k < GROUPS; ++k) m = larger(m, partial[k * 64 + pair]);
+    for (int k = 0; k < (ONE_BLOCK ? THREADS / 32 : GROUPS); ++k) m = larger(m, partial[ONE_BLOCK ? k : k * 64 + pair]);
     float e0, d0, e1, d1;
+    if (ONE_BLOCK) m = top(m) * 0x10001u;
     scales(m & 0xFFFFu, e0, d0);
     scales(m >> 16, e1, d1);
-    if (group == 0)
+    if (ONE_BLOCK && threadIdx.x == 0)
+        out.scale[(c0 / TILE) * out.pitch + r0 / TILE] = d0;
+    else if (!ONE_BLOCK && group == 0)
         *reinterpret_cast<float2*>(out.scale + (r0 / TILE) * out.pitch + c0 + 2 * pair) = make_float2(d0, d1);
     u32 even[DEEP / 4], odd[DEEP / 4];
 #pragma unroll
@@ -198,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) infir2_tiles(
         if (COL) store8(staged, y);
     }
     if (COL || PRODUCT) __syncthreads();
-    if (COL) emit_col(tiles, partial[0], r0, c0, col, counter, !ROW);
-    if (COL && OUTPUTS == 2) emit_col(tiles + TILE * PITCH, partial[1], r0, width + c0, col, counter, !ROW);
-    if (PRODUCT) emit_col(tiles + COL * OUTPUTS * TILE * PITCH, partial[2], r0, c0, product, counter, false);
+    if (COL) emit_col<SQUARE>(tiles, partial[0], r0, c0, col, counter, !ROW);
+    if (COL && OUTPUTS == 2) emit_col<SQUARE>(tiles + TILE * PITCH, partial[1], r0, width + c0, col, counter, !ROW);
+    if (PRODUCT) emit_col<false>(tiles + COL * OUTPUTS * TILE * PITCH, partial[2], r0, c0, product, counter, false);
 }
