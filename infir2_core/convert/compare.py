@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .streams import Strip, in_parallel, strips
-from .weights import Weights
+from .weights import Weights, rows_as
 
 
 def compare(a: Weights, b: Weights, watch: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
@@ -36,7 +36,8 @@ def compare(a: Weights, b: Weights, watch: Callable[[int, int], None] = lambda d
 
     def work(item: tuple[str, Strip]) -> int:
         name, strip = item
-        left, right = narrowed(a.rows(name, strip.first, strip.count), b.rows(name, strip.first, strip.count))
+        span = (name, strip.first, strip.count)
+        left, right = narrowed(rows_as(a, *span, b.tensors[name][0]), rows_as(b, *span, a.tensors[name][0]))
         unequal = _bits(left) != _bits(right)
         if bool(unequal.any()):
             place = [int(i) for i in unequal.nonzero()[0]]

@@ -26,7 +26,7 @@ from .safefile import Writer
 from .staging import Staging, check_out, copy_file, write_whole
 from .streams import Strip, in_parallel, strips
 from .verify import require
-from .weights import Weights
+from .weights import Weights, rows_as
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 4 << 30
@@ -175,7 +175,7 @@ def copy_tensors(
 
     def work(item: tuple[str, Strip]) -> int:
         name, strip = item
-        rows = weights.rows(name, strip.first, strip.count)
+        rows = rows_as(weights, name, strip.first, strip.count, dtype)
         writer.write(names[name], rounded(rows, dtype, name), strip.first)
         return strip.nbytes
 

@@ -2,14 +2,14 @@
 
 Stricter than what loads a model for training (model/hf.py): files must be what their header says, index and files must
 agree both ways, nothing may point outside the folder, and every tensor must have the shape that config.json implies.
-Only headers are read here.
+Only headers are read here, and a head that was written although it is tied.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,8 +21,10 @@ from ..config.hf_config import KEYS, shape_from_hf
 from ..config.schema import ModelShape
 from ..errors import InputError
 from ..model.hf import INDEX, SINGLE, weight_files
-from .safefile import Entry, read_header
+from ..train.shards import raw_bytes
+from .safefile import Entry, Reader, read_header
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCALE = "_scale_inv"  # X.weight -> X.weight_scale_inv
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Weights in formats that are not read here: copying them beside converted ones would only mislead a loader.
@@ -55,7 +57,10 @@ class HFFolder:
     @property
     def quantization(self) -> dict[str, Any]:
         """quantization_config of config.json; empty without one."""
-        return dict(self.config.get("quantization_config") or {})
+        found = self.config.get("quantization_config") or {}
+        if not isinstance(found, dict):
+            raise InputError("config.json: quantization_config is not an object", str(self.path / "config.json"))
+        return dict(found)
 
     def side_files(self) -> Iterator[Path]:
         """As the function of this name."""
@@ -91,7 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError("this is no Hugging Face model: it has no config.json", str(folder)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"config.json cannot be read: {error}", str(file), "download the model again") from error
     if not isinstance(content, dict):
         raise InputError("config.json is not an object", str(file), "download the model again")
@@ -135,7 +140,29 @@ def open_folder(folder: Path) -> HFFolder:
     for name in entries:
         if name not in wanted and not known_extra(name, shape) and name.removesuffix(SCALE) not in wanted:
             raise InputError(f"tensor '{name}' has no place in a {config['model_type']} model", str(files[name]))
+    if trouble := tied_trouble(entries, shape):
+        hint = "remove it, or set tie_word_embeddings to false if the model has a head of its own"
+        raise InputError(trouble, str(files[HEAD]), hint)
     return HFFolder(folder, config, shape, entries)
+
+
+def tied_trouble(entries: Mapping[str, Entry], shape: ModelShape) -> str:
+    """What is wrong with a head that was written although config.json ties it: loaders differ in what they make of one
+    that is not the embedding. Empty when nothing is, or when there is none.
+    """
+    head, embedding = entries.get(HEAD), entries.get(EMBEDDING)
+    if not shape.tied or head is None or embedding is None:
+        return ""
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return f"'{HEAD}' is {list(head.shape)} of {head.dtype}, and config.json ties it to '{EMBEDDING}'"
+    step = max(1, (1 << 22) // max(1, math.prod(head.row_shape)))
+    with Reader(head.file) as one, Reader(embedding.file) as other:
+        for first in range(0, head.rows, step):
+            count = min(step, head.rows - first)
+            a, b = raw_bytes(one.rows(head, first, count)), raw_bytes(other.rows(embedding, first, count))
+            if a != b:
+                return f"'{HEAD}' differs from '{EMBEDDING}', to which config.json ties it"
+    return ""
 
 
 def named_files(folder: Path) -> dict[str, Path]:
@@ -185,7 +212,7 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def known_extra(name: str, shape: ModelShape) -> bool:
     """Tensors that some writers add and no loader needs: a tied head, and rotary frequencies."""
-    return name.endswith("rotary_emb.inv_freq") or (shape.tied and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (shape.tied and name == HEAD)
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
         entries = [_entry(name, record, path, 8 + length) for name, record in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"not a readable safetensors file: {error}", str(path), _AGAIN) from error
     position = 8 + length
     for entry in sorted(entries, key=lambda e: (e.start, e.nbytes)):

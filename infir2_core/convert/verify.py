@@ -28,6 +28,7 @@ from .folder import (
     read_entries,
     side_files,
     tensor_shapes,
+    tied_trouble,
     weight_shape,
 )
 from .safefile import Entry, Reader
@@ -93,6 +94,8 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     block = _block(quantization, verdict) if quantization else None
     skipped = _skipped(quantization) if isinstance(quantization, dict) else []
     _check_headers(entries, shape, block, skipped, verdict)
+    if values and (trouble := tied_trouble(entries, shape)):
+        verdict.problems.append(trouble)
     if values:
         _check_values(entries, quantization, verdict, watch)
     return verdict
@@ -137,7 +140,8 @@ def _block(quantization: Any, verdict: Verdict) -> tuple[int, int] | None:
 
 
 def _skipped(quantization: dict[str, Any]) -> list[str]:
-    return list(quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or [])
+    found = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
+    return [str(name) for name in found] if isinstance(found, list) else []
 
 
 def _check_headers(

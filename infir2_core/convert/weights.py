@@ -16,6 +16,7 @@ from ..config.hf_config import shape_from_hf
 from ..config.schema import ModelShape
 from ..config.source import CHECKPOINTS, CONFIG, MANIFEST, open_native
 from ..errors import InputError
+from ..ops.reference.moments import join
 from ..train.manifest import check_hashes, read_manifest
 from ..train.shards import DTYPES, ShardFile
 from .folder import HFFolder, open_folder, tensor_shapes
@@ -88,8 +89,34 @@ class HFWeights:
             reader.__exit__(None, None, None)
 
 
+def rows_as(weights: Weights, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a tensor for a use in `dtype`: in bf16, the weights that training computed with where they are kept."""
+    if dtype is torch.bfloat16 and isinstance(weights, NativeWeights):
+        halves = weights.halves(name, first, count)
+        if halves is not None:
+            return halves
+    return weights.rows(name, first, count)
+
+
+def _whole(key: str, record: dict[str, Any], wanted: tuple[int, ...], where: str) -> None:
+    """Refuses a record of another shape, and parts that leave rows out or hold them twice."""
+    if tuple(record["shape"]) != wanted:
+        raise InputError(f"'{key}' is {record['shape']}, its model needs {list(wanted)}", where)
+    position = 0
+    for part in sorted(record["parts"], key=lambda part: int(part["offset"])):
+        if part["offset"] != position:
+            raise InputError(f"'{key}' has no row {position}, or has it twice", where, "use another checkpoint")
+        position += part["rows"]
+    if position != wanted[0]:
+        raise InputError(f"'{key}' has {position} rows of {wanted[0]}", where, "use another checkpoint")
+
+
 class NativeWeights:
-    """The masters of a native checkpoint, written by any number of ranks; every file is hashed when it is opened."""
+    """The masters of a native checkpoint, written by any number of ranks; every file is hashed when it is opened.
+
+    A master that is split (ops/reference/moments.py) is put together again; `halves` are the bf16 weights that training
+    computed with, which are the master rounded to nearest with halfway cases away from zero.
+    """
 
     kind = "native"
 
@@ -97,28 +124,49 @@ class NativeWeights:
         self.path, self.shape = path, shape
         self.content = read_manifest(path)
         records, expected = self.content["tensors"], tensor_shapes(shape)
-        for name, wanted in expected.items():
+        for name in expected:
             record = records.get(f"model/{name}")
             if record is None:
                 raise InputError(f"the checkpoint has no tensor 'model/{name}'", str(path / MANIFEST))
-            if tuple(record["shape"]) != wanted:
-                raise InputError(f"'{name}' is {record['shape']}, its model needs {list(wanted)}", str(path / MANIFEST))
-        self._records = {name: records[f"model/{name}"] for name in expected}
-        self.tensors: Layout = {name: (DTYPES[r["dtype"]], tuple(r["shape"])) for name, r in self._records.items()}
+        kinds = ("model", "remainder")
+        self._records = {key: records[key] for n in expected for kind in kinds if (key := f"{kind}/{n}") in records}
+        for key, record in self._records.items():
+            _whole(key, record, expected[key.partition("/")[2]], str(path / MANIFEST))
+        self.tensors: Layout = {
+            name: (torch.float32 if self._split(name) else DTYPES[records[f"model/{name}"]["dtype"]], wanted)
+            for name, wanted in expected.items()
+        }
         names = sorted({part["file"] for record in self._records.values() for part in record["parts"]})
         check_hashes(path, self.content, names)
         self._files = {name: ShardFile(path / name) for name in names}
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """As `Weights.rows`."""
-        dtype, shape = self.tensors[name]
-        rows = torch.empty((count, *shape[1:]), dtype=dtype)
-        for part in self._records[name]["parts"]:
+        rows = self._stored(f"model/{name}", first, count)
+        if self._split(name):
+            rows = join(rows, self._stored(f"remainder/{name}", first, count))
+        check_finite(rows, name, str(self.path), first)
+        return rows
+
+    def halves(self, name: str, first: int, count: int) -> Tensor | None:
+        """The bf16 half of a split master; None of one that is whole."""
+        if not self._split(name):
+            return None
+        rows = self._stored(f"model/{name}", first, count)
+        check_finite(rows, name, str(self.path), first)
+        return rows
+
+    def _split(self, name: str) -> bool:
+        return f"remainder/{name}" in self._records
+
+    def _stored(self, key: str, first: int, count: int) -> Tensor:
+        record = self._records[key]
+        rows = torch.empty((count, *record["shape"][1:]), dtype=DTYPES[record["dtype"]])
+        for part in record["parts"]:
             start, stop = max(first, part["offset"]), min(first + count, part["offset"] + part["rows"])
             if start < stop:
                 file = self._files[part["file"]]
-                file.read_rows(f"model/{name}", start - part["offset"], rows[start - first : stop - first])
-        check_finite(rows, name, str(self.path), first)
+                file.read_rows(key, start - part["offset"], rows[start - first : stop - first])
         return rows
 
     def identity(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hf_models import edit_config, write_model
 from safetensors.torch import load_file, save_file
+from test_engine import engine
 from test_model import SHAPES, rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -25,11 +26,14 @@ from infir2_core.convert.verify import require
 from infir2_core.convert.weights import HFWeights, NativeWeights, open_weights
 from infir2_core.data.batch import rows_to_batch
 from infir2_core.data.tokenizer import ByteTokenizer
+from infir2_core.engines.native import NativeEngine
 from infir2_core.errors import InputError
 from infir2_core.model.decoder import Decoder
 from infir2_core.model.hf import save_hf
+from infir2_core.ops.reference.moments import join
 from infir2_core.precision.recipe import load_recipe
 from infir2_core.train.checkpoint import CheckpointStore
+from infir2_core.train.manifest import seal
 from infir2_core.train.shards import row_shard
 
 
@@ -273,3 +277,70 @@ def test_bad_sources_are_named_and_leave_nothing(tmp_path: Path, kind: str) -> N
         export_hf(weights, tmp_path / "out", "float16" if kind == "fp16" else "bfloat16")
     assert expected[kind] in caught.value.what
     assert not list(tmp_path.glob("out*"))
+
+
+def lean_checkpoint(folder: Path) -> tuple[Path, NativeEngine]:
+    """A checkpoint of a run with split masters, after two steps."""
+    shape = ModelShape(
+        layers=1, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=260, tied=True, max_positions=64
+    )
+    made = engine("infir2-lean", shape)
+    made.model.initialise(0.05, seed=3)
+    for seed in range(2):
+        made.train_step([rows_to_batch(rows(shape, (30,), seed=seed))], 1e-2).result()
+    state = {"engine": made.state(), "position": {}, "data": []}
+    CheckpointStore(folder).save(2, made.tensors(), state, blocking=True)
+    return folder / "step-00000002", made
+
+
+def test_split_masters_are_whole_again_and_bf16_is_what_training_used(tmp_path: Path) -> None:
+    path, made = lean_checkpoint(tmp_path / "checkpoints")
+    masters = {}
+    for name, rows_of in made.model.hf_layout().items():
+        weight = dict(made.model.named_parameters())[rows_of.parameter].detach()
+        slot = made.optimizer.slots.get(rows_of.parameter)
+        whole = weight if slot is None or slot.remainder is None else join(weight, slot.remainder)
+        masters[name] = whole[rows_of.start : rows_of.stop]
+    weights = NativeWeights(path, made.model.shape)
+    assert {dtype for dtype, _ in weights.tensors.values()} == {torch.float32}
+    export_hf(weights, tmp_path / "wide", "float32")
+    export_hf(weights, tmp_path / "bf16")
+    wide, narrow = load_file(tmp_path / "wide/model.safetensors"), load_file(tmp_path / "bf16/model.safetensors")
+    for name, master in masters.items():
+        assert torch.equal(wide[name], master.float()), name
+        assert torch.equal(narrow[name], made.model.hf_views()[name].bfloat16()), name
+    for other in ("wide", "bf16"):
+        assert compare(weights, HFWeights(tmp_path / other))["equal"]
+    changed = dict(wide)
+    changed["model.norm.weight"] = wide["model.norm.weight"] + 1e-6
+    save_file(changed, tmp_path / "wide/model.safetensors", metadata={"format": "pt"})
+    assert not compare(weights, HFWeights(tmp_path / "wide"))["equal"]
+
+
+def test_a_manifest_that_leaves_rows_out_is_refused(tmp_path: Path) -> None:
+    path, made = lean_checkpoint(tmp_path / "checkpoints")
+    content = json.loads((path / "manifest.json").read_text())
+    content.pop("sha256")
+    for kind in ("model", "remainder"):
+        content["tensors"][f"{kind}/model.embed_tokens.weight"]["parts"][0]["rows"] -= 5
+        (path / "manifest.json").write_text(seal(content))
+        with pytest.raises(InputError, match="rows of 260"):
+            NativeWeights(path, made.model.shape)
+        content["tensors"][f"{kind}/model.embed_tokens.weight"]["parts"][0]["rows"] += 5
+
+
+@pytest.mark.parametrize("damage", ["values", "shape", "dtype"])
+def test_a_tied_head_that_is_not_the_embedding_is_refused(damage: str, tmp_path: Path) -> None:
+    """Loaders differ in what they make of it; one that equals the embedding is dropped."""
+    write_model(tmp_path / "model", layers=1, tied=True)
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
+    require(tmp_path / "model")
+    assert "lm_head.weight" not in HFWeights(tmp_path / "model").tensors
+    heads = {"values": embedding + 1, "shape": embedding[:3, :3], "dtype": embedding.float()}
+    save_file(tensors | {"lm_head.weight": heads[damage].contiguous()}, file, metadata={"format": "pt"})
+    for opened in (require, HFWeights):
+        with pytest.raises(InputError, match="config.json ties it"):
+            opened(tmp_path / "model")
