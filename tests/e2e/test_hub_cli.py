@@ -83,6 +83,8 @@ class Hub:
                 if rest[:1] == ["tree"]:
                     listed = [{"type": "file", "path": p, "size": len(d), "oid": _oid(d)} for p, d in files.items()]
                     return self.reply(listed)
+                if rest[:1] == ["revision"] and rest[1] not in ("main", "v1", SHA):
+                    return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                 siblings = [{"rfilename": path} for path in files]
                 self.reply({"id": name, "sha": SHA, "siblings": siblings, "private": False, "tags": []})
 
@@ -193,6 +195,59 @@ def test_a_broken_download_is_continued(online: Cli, hub: Hub, tmp_path: Path) -
     expected = held(tmp_path / "hf")
     expected.pop("pytorch_model.bin")
     assert held(tmp_path / "copy") == expected
+
+
+def test_a_folder_is_of_the_model_that_is_asked_for(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = hub.repos["some/other"] = held(tmp_path / "hf")
+    assert online("hub", "pull", "some/model", "copy").returncode == 0
+    before = held(tmp_path / "copy")
+    secret = hub.url.replace("://", "://user:pa55word@")
+    down = "http://user:pa55word@127.0.0.1:9"
+    for words, environment, expected in (
+        (("wrong/id", "copy"), {}, "no such model on the hub"),
+        (("wrong/id", "copy"), {"HF_ENDPOINT": secret}, "no such model on the hub"),
+        (("wrong/id", "copy"), {"HF_ENDPOINT": down}, "the hub cannot be reached"),
+        (("some/model", "copy"), {"HF_ENDPOINT": down}, "the hub cannot be reached"),
+        (("some/other", "copy"), {}, "the folder holds the model 'some/model'"),
+        (("some/other", "copy"), {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+        (("some/model", "copy", "--revision", "v1"), {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+        (("some/model", "hf"), {}, "did not come from the hub"),
+    ):
+        done = online("hub", "pull", *words, **environment)
+        assert done.returncode == 3 and expected in done.stderr, done.stderr
+        assert "pa55word" not in done.stdout + done.stderr, done.stderr
+    assert held(tmp_path / "copy") == before
+    assert online("hub", "pull", "some/model", "copy").returncode == 0
+    asked = len(hub.asked)
+    done = online("hub", "pull", "some/model", "copy", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0 and len(hub.asked) == asked, done.stderr
+    # A folder that the library filled by itself says only of which commit it is.
+    (tmp_path / "copy/.cache/huggingface/infir2.json").unlink()
+    assert online("hub", "pull", "some/model", "copy").returncode == 0
+    (tmp_path / "copy/.cache/huggingface/infir2.json").unlink()
+    for note in (tmp_path / "copy/.cache/huggingface/download").rglob("*.metadata"):
+        note.write_text("\n".join(["f" * 40, *note.read_text().splitlines()[1:]]) + "\n")
+    done = online("hub", "pull", "some/model", "copy")
+    assert done.returncode == 3 and "the folder holds another model" in done.stderr
+
+
+def test_a_revision_that_is_not_there_and_a_folder_that_cannot_be_written(
+    online: Cli, hub: Hub, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    for out in ([], ["copy"]):
+        done = online("hub", "pull", "some/model", *out, "--revision", "v9")
+        assert done.returncode == 3 and "'some/model' has no revision 'v9'" in done.stderr, done.stderr
+        assert "--revision" in done.stderr and "no such model" not in done.stderr
+    assert not (tmp_path / "copy").exists()
+    assert online("hub", "pull", "some/model", "copy", "--revision", "v1").returncode == 0
+    (tmp_path / "file").write_text("")
+    done = online("hub", "pull", "some/model", "file/copy")
+    assert done.returncode == 3 and "cannot be reached" not in done.stderr and "bug" not in done.stderr, done.stderr
+    done = online("hub", "pull", "some/model", HF_HOME=str(tmp_path / "file/home"))
+    assert done.returncode == 3 and "cannot be reached" not in done.stderr and "bug" not in done.stderr, done.stderr
 
 
 def test_a_folder_that_fails_its_check_is_not_pushed(online: Cli, hub: Hub, tmp_path: Path) -> None:
