@@ -20,10 +20,10 @@ from .errors import InputError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights, index, configs and tokenizer; not the pickled or GGUF copies some repositories carry.
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
-PULLED = (*MODEL_FILES, "*.md", "*.model", "LICENSE*", "NOTICE*")
-
-
+NEEDED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+# And what a copy of the model has to keep: card, licence, notices.
+MODEL_FILES = (*NEEDED, "*.md", "*.model", "*.tiktoken", "LICEN[CS]E*", "NOTICE*")
+IGNORED = [".*", "**/.*", "*.part"]  # never uploaded
 # In a folder that `pull` fills: which model it is of. The library keeps its own notes there, and nothing uploads them.
 _NOTES = Path(".cache", "huggingface")
 _MARK = _NOTES / "infir2.json"
@@ -120,9 +120,16 @@ def snapshot(hub_id: str, where: str, patterns: Sequence[str] = MODEL_FILES, **o
         InputError: as `explained`, or the repository has no config.json.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     with explained(hub_id, where, f"no folder '{hub_id}' here, and", options.get("revision")):
-        folder = Path(snapshot_download(hub_id, allow_patterns=list(patterns) or None, **options))
+        try:
+            folder = Path(snapshot_download(hub_id, allow_patterns=list(patterns) or None, **options))
+        except LocalEntryNotFoundError:
+            if tuple(patterns) != MODEL_FILES:
+                raise
+            # No connection, and a cache that something else filled: it need not have the card.
+            folder = Path(snapshot_download(hub_id, allow_patterns=list(NEEDED), **options))
         if not (folder / "config.json").is_file():
             raise InputError(f"the hub model '{hub_id}' has no config.json", where, "choose a transformers model")
         return folder
@@ -140,7 +147,7 @@ def pull(hub_id: str, out: Path | None, revision: str | None) -> Path:
         if commit is None:
             return out
         options = {"revision": commit, "local_dir": out}
-    return snapshot(hub_id, "HUB_ID", PULLED, **options)
+    return snapshot(hub_id, "HUB_ID", **options)
 
 
 def _claim(out: Path, hub_id: str, revision: str | None) -> str | None:
@@ -195,6 +202,27 @@ def _commits(out: Path) -> set[str]:
     return {line for line in lines if _COMMIT.fullmatch(line)}
 
 
+def files_to_push(folder: Path) -> list[Path]:
+    """What `push` sends of a folder, relative to it.
+
+    Raises:
+        InputError: a link, of whatever name, leads out of the folder (or, in the hub's cache, out of the repository).
+    """
+    from huggingface_hub.utils import filter_repo_objects
+
+    home = folder.resolve()
+    allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
+            what = f"{path.relative_to(folder)} is a link that leaves the folder: {path.resolve()}"
+            raise InputError(what, str(folder), "remove it, or copy the file here")
+        if path.is_file():
+            files.append(path.relative_to(folder))
+    kept = set(filter_repo_objects((file.as_posix() for file in files), ignore_patterns=IGNORED))
+    return [file for file in files if file.as_posix() in kept]
+
+
 def push(folder: Path, hub_id: str, private: bool, revision: str | None, pull_request: bool, message: str) -> str:
     """Uploads a folder and returns the address of the commit (or of the pull request); files that the hub has already
     are not sent again, so a broken upload is continued by the same call.
@@ -205,12 +233,13 @@ def push(folder: Path, hub_id: str, private: bool, revision: str | None, pull_re
         pull_request: propose the change instead of committing it.
 
     Raises:
-        InputError: no token, no right to write there, or a hub that cannot be reached.
+        InputError: no token, no right to write there, a hub that cannot be reached, or as `files_to_push`.
     """
     from huggingface_hub import HfApi
 
     from . import __version__
 
+    files_to_push(folder)
     api = HfApi(library_name="infir2", library_version=__version__)
     with explained(hub_id, "HUB_ID", revision=revision):
         if not pull_request:
@@ -221,6 +250,6 @@ def push(folder: Path, hub_id: str, private: bool, revision: str | None, pull_re
             revision=revision,
             create_pr=pull_request,
             commit_message=message,
-            ignore_patterns=[".*", "**/.*", "*.part"],
+            ignore_patterns=IGNORED,
         )
     return without_password(str(info.pr_url or info.commit_url))

@@ -172,14 +172,26 @@ def test_push_and_pull_give_the_same_files(online: Cli, hub: Hub, tmp_path: Path
 def test_a_hub_id_stands_wherever_a_folder_does(online: Cli, hub: Hub, tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
     hub.repos["some/model"] = held(tmp_path / "hf")
+    card = "---\nlicense: apache-2.0\nbase_model: Some/Base\n---\n# card\n"
+    beside = {"README.md": card, "LICENSE": "all of it", "NOTICE.txt": "by them", "tokenizer.model": "pieces"}
+    hub.repos["some/model"] |= {name: text.encode() for name, text in beside.items()}
     done = online("cast-fp8", "some/model", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model-fp8/model.safetensors").is_file() and not (tmp_path / "home/hub").is_file()
+    assert {name: (tmp_path / "model-fp8" / name).read_text() for name in beside} == beside
+    assert not (tmp_path / "model-fp8/pytorch_model.bin").exists()
+    done = online("hub", "card", "model-fp8")
+    for text in ("license: apache-2.0", "base_model: Some/Base", "base_model_relation: quantized"):
+        assert text in done.stdout, text
     done = online("convert", "check", "some/model", "hf")
     assert done.returncode == 0, done.stderr
     asked = len(hub.asked)
     done = online("convert", "from-hf", "some/model", "native", HF_HUB_OFFLINE="1")
     assert done.returncode == 0 and len(hub.asked) == asked, done.stderr  # from the cache
+    (cached,) = (tmp_path / "home/hub/models--some--model/snapshots").iterdir()
+    (cached / "README.md").unlink()  # as something else would have left the cache
+    done = online("convert", "from-hf", "some/model", "native1", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
     done = online("convert", "from-hf", "some/other", "native2", HF_HUB_OFFLINE="1")
     assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
 
@@ -257,6 +269,29 @@ def test_a_folder_that_fails_its_check_is_not_pushed(online: Cli, hub: Hub, tmp_
     done = online("hub", "push", "hf", "some/model")
     assert done.returncode == 3 and "fails its check" in done.stderr and "truncated" in done.stderr
     assert hub.asked == []
+
+
+def test_links_that_leave_the_folder_and_unfinished_files_are_not_pushed(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "secret").write_text("mine")
+    for place in ("x.bin", "x.txt", "extra/x.safetensors", "x"):
+        link = tmp_path / "hf" / place
+        link.symlink_to(tmp_path if place == "x" else tmp_path / "secret")
+        for words in ((), ("--dry-run",)):
+            done = online("hub", "push", "hf", "some/model", *words)
+            assert done.returncode == 3 and f"{place} is a link that leaves the folder" in done.stderr, done.stderr
+        link.unlink()
+    assert hub.asked == []
+    (tmp_path / "hf/copy.md").symlink_to("README.md")  # stays inside
+    for name in ("model.safetensors.part", ".cache/huggingface/note.json", "extra/.hidden/file.txt"):
+        (tmp_path / "hf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hf" / name).write_text("{}")
+    done = online("hub", "push", "hf", "some/model", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    listed = {file["file"] for file in json.loads(done.stdout)["files"]}
+    assert "copy.md" in listed and not any(".part" in name or "cache" in name or "hidden" in name for name in listed)
+    assert online("hub", "push", "hf", "some/model").returncode == 0
+    assert set(hub.repos["some/model"]) == listed
 
 
 @pytest.mark.parametrize(("code", "words"), [(401, "refuses access"), (403, "refuses access"), (500, "try again")])
