@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .output import say
+
+# In an export: digest of the checkpoint it was made of, and its dtype. Hidden, so neither copied nor uploaded.
+MARK, DTYPE = ".infir2-export.json", "bfloat16"
 
 
 def find_source(reference: str | None, where: str) -> Path:
@@ -51,7 +57,7 @@ def default_out(folder: Path) -> Path:
     )
 
 
-def export(folder: Path, out: Path, origin: str | None = None, dtype: str = "bfloat16") -> dict[str, Any]:
+def export(folder: Path, out: Path, origin: str | None = None, dtype: str = DTYPE) -> dict[str, Any]:
     """Writes the Hugging Face folder `out` from a run or checkpoint, with a progress bar; the facts for the user."""
     from infir2_core.config.hf_config import shape_from_hf
     from infir2_core.convert import native_in
@@ -79,9 +85,59 @@ def export(folder: Path, out: Path, origin: str | None = None, dtype: str = "bfl
             raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
         for note in found.notes:
             say(f"note: {note}")
+        mark = json.dumps({"source": _digest(folder), "dtype": dtype}) + "\n"
+        beside = replace(found.beside, texts={**found.beside.texts, MARK: mark})
         out.parent.mkdir(parents=True, exist_ok=True)
         with BytesBar("exporting") as bar:
-            facts = export_hf(weights, out, dtype, found.beside, bar.update)
+            facts = export_hf(weights, out, dtype, beside, bar.update)
     finally:
         weights.close()
     return facts | {"source": weights.path, "notes": found.notes}
+
+
+def exported(folder: Path, dry_run: bool = False) -> Path:
+    """The export of a run or checkpoint at its default place, made now if there is none.
+
+    Args:
+        dry_run: make nothing.
+
+    Raises:
+        InputError: what is there was not made of this checkpoint as it is now, or has another dtype; or there is
+            nothing and nothing may be made.
+    """
+    from infir2_core.errors import InputError
+
+    out = default_out(folder)
+    if not out.exists():
+        if dry_run:
+            raise InputError("the run is not exported yet", str(folder), f"infir2 convert to-hf {folder}")
+        say(f"exported to {export(folder, out)['out']}")
+        return out
+    try:
+        mark = json.loads((out / MARK).read_text(encoding="utf-8"))
+        source, dtype = mark["source"], mark["dtype"]
+    except (OSError, ValueError, KeyError, TypeError):
+        source, dtype = "", DTYPE
+    if source != _digest(folder):
+        what = "an export is there that was not made of this checkpoint as it is now"
+    elif dtype != DTYPE:
+        what = f"an export is there whose weights are {dtype}, not {DTYPE}"
+    else:
+        return out
+    hint = f"rm -r {out}  to have it made anew; to cast that folder as it is: infir2 cast-fp8 {out}"
+    raise InputError(what, str(out), hint)
+
+
+def _digest(folder: Path) -> str:
+    """Changes when a checkpoint does: of the hashes in our manifest, or of sizes and times of Megatron's files."""
+    from infir2_core.config.source import open_native
+    from infir2_core.convert.megatron.dist import find_iteration, is_megatron
+    from infir2_core.train.manifest import read_manifest
+
+    found: dict[str, Any]
+    if is_megatron(folder):
+        files = [path for path in find_iteration(folder, str(folder)).iterdir() if path.is_file()]
+        found = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    else:
+        found = read_manifest(open_native(folder, str(folder)).path)["files"]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -43,20 +43,14 @@ def cast_fp8(
     from infir2_core.convert.cast_plan import plan_cast
     from infir2_core.convert.folder import open_folder
     from infir2_core.convert.staging import check_out
-    from infir2_core.errors import InputError
     from infir2_core.machine import pick_device
 
-    from ..exporting import default_out, export, find_source
+    from ..exporting import exported, find_source
 
     chosen, size = pick_device(device), _block(block)
     folder = find_source(source, "HF_DIR")
     if not (folder / "config.json").is_file():
-        exported = default_out(folder)
-        if not exported.exists():
-            if dry_run:
-                raise InputError("the run is not exported yet", str(folder), f"infir2 convert to-hf {folder}")
-            say(f"exported to {export(folder, exported)['out']}")
-        folder = exported
+        folder = exported(folder, dry_run)
     fetched = source is not None and "/" in source and not Path(source).exists()  # lies in the hub's cache
     target = out or (Path(f"{str(source).split('/')[-1]}-fp8") if fetched else folder.with_name(f"{folder.name}-fp8"))
     check_out(target, folder)

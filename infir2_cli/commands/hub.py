@@ -59,13 +59,13 @@ def push(
 
     if not hub.HUB_ID.fullmatch(hub_id):
         raise UsageError(f"'{hub_id}' is no hub id", "HUB_ID", "OWNER/NAME")
+    files = hub.files_to_push(folder)
     with BytesBar("checking") as bar:
         verdict = require(folder, watch=bar.update)
     if not (folder / "README.md").is_file():
         warn(f"no model card: infir2 hub card {folder} --write")
     if dry_run:
-        files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith(".")]
-        listed = [{"file": str(p.relative_to(folder)), "bytes": p.stat().st_size} for p in files]
+        listed = [{"file": str(file), "bytes": (folder / file).stat().st_size} for file in files]
         shown = "\n".join(f"{file['bytes']:>16,}  {file['file']}" for file in listed)
         emit({"files": listed, "hub_id": hub_id}, lambda: say(shown))
         return

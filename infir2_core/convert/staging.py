@@ -2,6 +2,7 @@
 
     OUT.partial/             everything that is finished so far
                /.infir2/     plan.json: what is being made of what; NAME.json: record of each finished file; the lock
+    OUT.partial.infir2/      .infir2 during the last step, so that OUT never has it
     OUT/                     the same folder after one rename, without .infir2
 
 The same command continues a partial folder; a command with other settings is told about it. When the input turns out
@@ -58,7 +59,8 @@ class Staging:
     def __init__(self, out: Path, plan: dict[str, Any], nbytes: int, source: Path | None = None) -> None:
         check_out(out, source)
         self.out, self.path = out, out.with_name(out.name + ".partial")
-        self._journal = self.path / JOURNAL
+        self._journal, self._left = self.path / JOURNAL, self.path.with_name(self.path.name + JOURNAL)
+        self._made = False  # everything that was asked for is in the folder
         self._plan, self._nbytes, self._lock = plan, nbytes, -1
 
     def __enter__(self) -> Staging:
@@ -72,10 +74,18 @@ class Staging:
     def _open(self) -> None:
         plan = json.dumps(self._plan, indent=1, sort_keys=True)
         known, there = self._journal / PLAN, self.path.exists()
+        if self._left.is_dir() and not self._journal.exists():
+            self._take_lock(self._left)
+            if there:  # ended between the two renames of `publish`
+                self._left.rename(self._journal)
+            else:  # ended after them
+                shutil.rmtree(self._left, ignore_errors=True)
+                self._unlock()
         if there and not self._journal.is_dir():
             raise InputError("something else has the name of the unfinished output", str(self.path), "move it away")
         self._journal.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        if self._lock < 0:
+            self._take_lock(self._journal)
         if known.is_file() and known.read_text(encoding="utf-8") != plan:
             what = "an unfinished output of other settings, or of a source that has changed, is in the way"
             raise InputError(what, str(self.path), f"repeat that command to finish it, or: rm -r {self.path}")
@@ -88,8 +98,8 @@ class Staging:
         if not known.is_file():
             write_whole(known, plan)
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self._journal / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    def _take_lock(self, journal: Path) -> None:
+        self._lock = os.open(journal / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -102,7 +112,7 @@ class Staging:
             self._unlock()
             needed = self._nbytes - sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
             raise no_room(self.out, needed, shutil.disk_usage(self.path).free) from error
-        if isinstance(error, Infir2Error):  # what comes of a bad source is of no use
+        if isinstance(error, Infir2Error) and not self._made:  # what comes of a bad source is of no use
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -132,12 +142,29 @@ class Staging:
         write_whole(self._journal / f"{name}.json", json.dumps(entry))
 
     def publish(self) -> None:
-        """Everything is there: the folder gets its final name."""
-        shutil.rmtree(self._journal)
+        """Everything is there: the folder gets its final name. The same command finishes what ends on the way.
+
+        Raises:
+            InputError: something has taken the name meanwhile; the finished files are kept.
+        """
+        self._made = True
+        if self.out.exists() or self.out.is_symlink():
+            raise self._taken()
         sync_folder(self.path)
-        check_out(self.out)
-        self.path.rename(self.out)
+        self._journal.rename(self._left)
+        try:
+            self.path.rename(self.out)
+        except OSError as error:
+            self._left.rename(self._journal)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise self._taken() from None
+            raise
         sync_folder(self.out.parent)
+        shutil.rmtree(self._left, ignore_errors=True)
+
+    def _taken(self) -> InputError:
+        what = f"something has taken the name of the output meanwhile; all that was made is kept in {self.path}"
+        return InputError(what, str(self.out), f"mv {self.out} elsewhere, then type the same command again")
 
 
 def no_room(out: Path, needed: int, free: int) -> InputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -96,6 +97,35 @@ def test_a_folder_that_is_none_and_an_unknown_class(run_cli: Cli, tmp_path: Path
     (tmp_path / "other/config.json").write_text('{"model_type": "llama"}')
     done = run_cli("cast-fp8", "other", cwd=tmp_path)
     assert done.returncode == 3 and "qwen2" in done.stderr
+
+
+def test_an_export_is_used_again_only_if_it_is_what_would_be_made(
+    run_cli: Cli, train: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert train("--steps", 1, name="mine").returncode == 0
+    export = tmp_path / "runs/mine/hf/step-00000001"
+    cast = ["cast-fp8", "mine", "fp8", "--device", "cpu"]
+    assert run_cli("convert", "to-hf", "mine", "--dtype", "float32", cwd=tmp_path).returncode == 0
+    done = run_cli(*cast, cwd=tmp_path)
+    assert done.returncode == 3 and "weights are float32, not bfloat16" in done.stderr, done.stderr
+    assert f"rm -r {export}" in done.stderr.replace("\n", " ") and not (tmp_path / "fp8").exists()
+    shutil.rmtree(export)
+    assert run_cli("convert", "to-hf", "mine", cwd=tmp_path).returncode == 0
+    made = (export / "model.safetensors").stat().st_mtime_ns
+    done = run_cli(*cast, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (export / "model.safetensors").stat().st_mtime_ns == made
+    assert not [path for path in (tmp_path / "fp8").iterdir() if path.name.startswith(".")]
+    shutil.rmtree(tmp_path / "fp8")
+    (tmp_path / "runs/mine/hf").rename(tmp_path / "kept")
+    shutil.rmtree(tmp_path / "runs/mine")  # the run is trained again under the same name
+    assert train("--steps", 1, "--seed", 5, name="mine").returncode == 0
+    (tmp_path / "kept").rename(tmp_path / "runs/mine/hf")
+    for _ in range(2):
+        done = run_cli(*cast, cwd=tmp_path)
+        assert done.returncode == 3 and "not made of this checkpoint" in done.stderr, done.stderr
+        (export / ".infir2-export.json").unlink(missing_ok=True)  # and one that does not say
+    assert run_cli("cast-fp8", export, "fp8", "--device", "cpu", cwd=tmp_path).returncode == 0
 
 
 PEAK = """

@@ -83,6 +83,8 @@ class Hub:
                 if rest[:1] == ["tree"]:
                     listed = [{"type": "file", "path": p, "size": len(d), "oid": _oid(d)} for p, d in files.items()]
                     return self.reply(listed)
+                if rest[:1] == ["revision"] and rest[1] not in ("main", "v1", SHA):
+                    return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                 siblings = [{"rfilename": path} for path in files]
                 self.reply({"id": name, "sha": SHA, "siblings": siblings, "private": False, "tags": []})
 
@@ -170,14 +172,26 @@ def test_push_and_pull_give_the_same_files(online: Cli, hub: Hub, tmp_path: Path
 def test_a_hub_id_stands_wherever_a_folder_does(online: Cli, hub: Hub, tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
     hub.repos["some/model"] = held(tmp_path / "hf")
+    card = "---\nlicense: apache-2.0\nbase_model: Some/Base\n---\n# card\n"
+    beside = {"README.md": card, "LICENSE": "all of it", "NOTICE.txt": "by them", "tokenizer.model": "pieces"}
+    hub.repos["some/model"] |= {name: text.encode() for name, text in beside.items()}
     done = online("cast-fp8", "some/model", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model-fp8/model.safetensors").is_file() and not (tmp_path / "home/hub").is_file()
+    assert {name: (tmp_path / "model-fp8" / name).read_text() for name in beside} == beside
+    assert not (tmp_path / "model-fp8/pytorch_model.bin").exists()
+    done = online("hub", "card", "model-fp8")
+    for text in ("license: apache-2.0", "base_model: Some/Base", "base_model_relation: quantized"):
+        assert text in done.stdout, text
     done = online("convert", "check", "some/model", "hf")
     assert done.returncode == 0, done.stderr
     asked = len(hub.asked)
     done = online("convert", "from-hf", "some/model", "native", HF_HUB_OFFLINE="1")
     assert done.returncode == 0 and len(hub.asked) == asked, done.stderr  # from the cache
+    (cached,) = (tmp_path / "home/hub/models--some--model/snapshots").iterdir()
+    (cached / "README.md").unlink()  # as something else would have left the cache
+    done = online("convert", "from-hf", "some/model", "native1", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
     done = online("convert", "from-hf", "some/other", "native2", HF_HUB_OFFLINE="1")
     assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
 
@@ -195,6 +209,59 @@ def test_a_broken_download_is_continued(online: Cli, hub: Hub, tmp_path: Path) -
     assert held(tmp_path / "copy") == expected
 
 
+def test_a_folder_is_of_the_model_that_is_asked_for(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = hub.repos["some/other"] = held(tmp_path / "hf")
+    assert online("hub", "pull", "some/model", "copy").returncode == 0
+    before = held(tmp_path / "copy")
+    secret = hub.url.replace("://", "://user:pa55word@")
+    down = "http://user:pa55word@127.0.0.1:9"
+    for words, environment, expected in (
+        (("wrong/id", "copy"), {}, "no such model on the hub"),
+        (("wrong/id", "copy"), {"HF_ENDPOINT": secret}, "no such model on the hub"),
+        (("wrong/id", "copy"), {"HF_ENDPOINT": down}, "the hub cannot be reached"),
+        (("some/model", "copy"), {"HF_ENDPOINT": down}, "the hub cannot be reached"),
+        (("some/other", "copy"), {}, "the folder holds the model 'some/model'"),
+        (("some/other", "copy"), {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+        (("some/model", "copy", "--revision", "v1"), {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+        (("some/model", "hf"), {}, "did not come from the hub"),
+    ):
+        done = online("hub", "pull", *words, **environment)
+        assert done.returncode == 3 and expected in done.stderr, done.stderr
+        assert "pa55word" not in done.stdout + done.stderr, done.stderr
+    assert held(tmp_path / "copy") == before
+    assert online("hub", "pull", "some/model", "copy").returncode == 0
+    asked = len(hub.asked)
+    done = online("hub", "pull", "some/model", "copy", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0 and len(hub.asked) == asked, done.stderr
+    # A folder that the library filled by itself says only of which commit it is.
+    (tmp_path / "copy/.cache/huggingface/infir2.json").unlink()
+    assert online("hub", "pull", "some/model", "copy").returncode == 0
+    (tmp_path / "copy/.cache/huggingface/infir2.json").unlink()
+    for note in (tmp_path / "copy/.cache/huggingface/download").rglob("*.metadata"):
+        note.write_text("\n".join(["f" * 40, *note.read_text().splitlines()[1:]]) + "\n")
+    done = online("hub", "pull", "some/model", "copy")
+    assert done.returncode == 3 and "the folder holds another model" in done.stderr
+
+
+def test_a_revision_that_is_not_there_and_a_folder_that_cannot_be_written(
+    online: Cli, hub: Hub, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    for out in ([], ["copy"]):
+        done = online("hub", "pull", "some/model", *out, "--revision", "v9")
+        assert done.returncode == 3 and "'some/model' has no revision 'v9'" in done.stderr, done.stderr
+        assert "--revision" in done.stderr and "no such model" not in done.stderr
+    assert not (tmp_path / "copy").exists()
+    assert online("hub", "pull", "some/model", "copy", "--revision", "v1").returncode == 0
+    (tmp_path / "file").write_text("")
+    done = online("hub", "pull", "some/model", "file/copy")
+    assert done.returncode == 3 and "cannot be reached" not in done.stderr and "bug" not in done.stderr, done.stderr
+    done = online("hub", "pull", "some/model", HF_HOME=str(tmp_path / "file/home"))
+    assert done.returncode == 3 and "cannot be reached" not in done.stderr and "bug" not in done.stderr, done.stderr
+
+
 def test_a_folder_that_fails_its_check_is_not_pushed(online: Cli, hub: Hub, tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
     file = tmp_path / "hf/model.safetensors"
@@ -202,6 +269,29 @@ def test_a_folder_that_fails_its_check_is_not_pushed(online: Cli, hub: Hub, tmp_
     done = online("hub", "push", "hf", "some/model")
     assert done.returncode == 3 and "fails its check" in done.stderr and "truncated" in done.stderr
     assert hub.asked == []
+
+
+def test_links_that_leave_the_folder_and_unfinished_files_are_not_pushed(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "secret").write_text("mine")
+    for place in ("x.bin", "x.txt", "extra/x.safetensors", "x"):
+        link = tmp_path / "hf" / place
+        link.symlink_to(tmp_path if place == "x" else tmp_path / "secret")
+        for words in ((), ("--dry-run",)):
+            done = online("hub", "push", "hf", "some/model", *words)
+            assert done.returncode == 3 and f"{place} is a link that leaves the folder" in done.stderr, done.stderr
+        link.unlink()
+    assert hub.asked == []
+    (tmp_path / "hf/copy.md").symlink_to("README.md")  # stays inside
+    for name in ("model.safetensors.part", ".cache/huggingface/note.json", "extra/.hidden/file.txt"):
+        (tmp_path / "hf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hf" / name).write_text("{}")
+    done = online("hub", "push", "hf", "some/model", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    listed = {file["file"] for file in json.loads(done.stdout)["files"]}
+    assert "copy.md" in listed and not any(".part" in name or "cache" in name or "hidden" in name for name in listed)
+    assert online("hub", "push", "hf", "some/model").returncode == 0
+    assert set(hub.repos["some/model"]) == listed
 
 
 @pytest.mark.parametrize(("code", "words"), [(401, "refuses access"), (403, "refuses access"), (500, "try again")])
