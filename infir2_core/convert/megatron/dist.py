@@ -80,6 +80,14 @@ def is_megatron(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*"))
 
 
+def _extents(value: Any) -> tuple[int, ...]:
+    """A size or offset of the metadata."""
+    found = tuple(value)
+    if not all(type(item) is int and item >= 0 for item in found):
+        raise ValueError(f"{found} is no size")
+    return found
+
+
 class DistCheckpoint:
     """An iteration folder, opened.
 
@@ -146,12 +154,14 @@ class DistCheckpoint:
                 continue
             properties = record.get("properties")
             dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-            pieces = []
+            size, pieces = _extents(record.get("size")), []
             for chunk in record.get("chunks"):
-                offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+                offsets, sizes = _extents(chunk.get("offsets")), _extents(chunk.get("sizes"))
+                if not len(offsets) == len(sizes) == len(size):
+                    raise ValueError(f"pieces of '{name}' have other dimensions than it has")
                 if math.prod(sizes):
                     pieces.append(Piece(offsets, sizes, *self._place(name, offsets)))
-            found[name] = DistTensor(name, dtype, tuple(record.get("size")), tuple(pieces))
+            found[name] = DistTensor(name, dtype, size, tuple(pieces))
         return found
 
     def _common(self) -> dict[str, Any]:
