@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import InputError
 
+PADDING = 1024  # as many rows of the vocabulary, or more, are no padding, unless the args pad further
 # Argument -> the values under which Megatron computes a Qwen2.5 decoder; the first is what it is called by.
 MODEL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),

@@ -19,11 +19,10 @@ from ...errors import InputError
 from ..folder import FLOATS, tensor_shapes
 from ..streams import check_finite
 from ..weights import Layout
-from .arguments import check_model, read_count, read_number
+from .arguments import PADDING, check_model, read_count, read_number
 from .dist import DistCheckpoint, find_iteration
 from .names import EMBEDDING, FC1, FC2, HEAD, LAYER, PROJ, QKV, places
 
-PADDING = 1024  # more rows than that are no padding, unless the args pad further
 MULTIPLE = 128  # to which Megatron pads
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 _PASSED_OVER = ("optimizer.", "rng_state", "rerun_state", "common_state", "chained_", "opt_param_scheduler")
