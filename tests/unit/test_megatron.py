@@ -328,12 +328,24 @@ def test_damage_is_named_and_leaves_nothing(made: Path, tmp_path: Path) -> None:
     refuses("says '99'")
 
 
-def test_the_older_format_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000100/mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+@pytest.mark.parametrize(
+    ("inside", "given"),
+    [
+        (".", "{root}"), (".", "{root}/iter_0000100"), (".", "{root}/iter_0000100/mp_rank_00"),
+        (".", "iter_0000100/mp_rank_00"), ("iter_0000100", "mp_rank_00"), ("iter_0000100", "."),
+        ("iter_0000100/mp_rank_00", "."), ("iter_0000100/mp_rank_00", ".."), ("iter_0000100", ".."),
+    ],
+)  # fmt: skip
+def test_the_older_format_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, given: str
+) -> None:
+    root = tmp_path / "a run"
+    (root / "iter_0000100/mp_rank_00").mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("100")
+    monkeypatch.chdir(root / inside)
     with pytest.raises(InputError, match="older format") as caught:
-        open_weights(tmp_path, "A")
-    assert f"--load {tmp_path} --ckpt-convert-format torch_dist" in caught.value.hint
+        open_weights(Path(given.format(root=root)), "A")
+    assert f"--load '{root}' --ckpt-convert-format torch_dist" in caught.value.hint
 
 
 def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
