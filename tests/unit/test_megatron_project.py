@@ -206,6 +206,7 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
         ("A=24 B=896\nexport A\npython train.py --x $A --y $B", {"x": ["24"], "y": ["896"]}),
         ("python train.py --x ${S:=4096} --y $S --z ${1:-7}", {"x": ["4096"], "y": ["4096"], "z": ["7"]}),
         ("python train.py --x ${S:-${T:-3}} --y ${S-4} --z ${S=5}", {"x": ["3"], "y": ["4"], "z": ["5"]}),
+        ('A="$(echo "b c" | wc)"; python train.py --x "$A" --y 6', {"x": ["$(echo b c | wc)"], "y": ["6"]}),
         ("if true; then python train.py --x 5; fi", {"x": ["5"]}),
         ("for i in 1 2; do echo $i; done > log\npython train.py --x 5", {"x": ["5"]}),
     ],

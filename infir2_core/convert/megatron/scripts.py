@@ -132,24 +132,31 @@ class _Nesting:
     """Quotes, parentheses and `${...}` while characters of a script go by."""
 
     def __init__(self) -> None:
-        self.quote, self.depth, self.braces = "", 0, 0
+        self._open: list[str] = []
+
+    @property
+    def quote(self) -> str:
+        """The innermost quote; empty outside of quotes and inside a substitution in them."""
+        return self._open[-1] if self._open and self._open[-1] in "\"'`" else ""
 
     @property
     def outside(self) -> bool:
-        return not self.quote and self.depth <= 0 and not self.braces
+        """Whether nothing is open."""
+        return not self._open
 
     def step(self, char: str, previous: str) -> None:
         """One more character, `previous` before it; escaped ones are not given."""
-        if self.quote:
-            self.quote = "" if char == self.quote else self.quote
-        elif char in "\"'`":
-            self.quote = char
-        elif char in "()":
-            self.depth += 1 if char == "(" else -1
-        elif char == "{" and previous == "$":
-            self.braces += 1
-        elif char == "}" and self.braces:
-            self.braces -= 1
+        top = self._open[-1] if self._open else ""
+        if self.quote and char == top:
+            self._open.pop()
+        elif self.quote == '"' and char in "({" and previous == "$":
+            self._open.append(char)
+        elif self.quote:
+            pass
+        elif char in "\"'`" or char == "(" or (char == "{" and previous == "$"):
+            self._open.append(char)
+        elif (top, char) in (("(", ")"), ("{", "}")):
+            self._open.pop()
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, str]]:
