@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -22,7 +23,8 @@ from infir2_core.convert.compare import compare
 from infir2_core.convert.export import export_hf
 from infir2_core.convert.megatron.archive import Archive
 from infir2_core.convert.megatron.dist import DistCheckpoint, find_iteration
-from infir2_core.convert.megatron.pickles import Inert, read_pickle
+from infir2_core.convert.megatron.names import EMBEDDING, FC2, PROJ, QKV
+from infir2_core.convert.megatron.pickles import Inert, plain, read_pickle
 from infir2_core.convert.megatron.surroundings import recipe_of, surroundings
 from infir2_core.convert.megatron.weights import MegatronWeights
 from infir2_core.convert.megatron.write import export_megatron
@@ -133,24 +135,68 @@ def test_arguments_recipe_and_placeholders(made: Path) -> None:
 
 
 def test_masters_are_taken_when_the_weights_were_fp8(made: Path) -> None:
-    plain, masters = opened(made, "plain"), opened(made, "fp8-params")
+    bf16, masters = opened(made, "plain"), opened(made, "fp8-params")
     assert any("float32 masters" in note for note in masters.notes)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert plain.tensors[name][0] == torch.bfloat16 and masters.tensors[name][0] == torch.float32
-    found, stored = masters.rows(name, 0, 96), plain.rows(name, 0, 96)
+    assert bf16.tensors[name][0] == torch.bfloat16 and masters.tensors[name][0] == torch.float32
+    found, stored = masters.rows(name, 0, 96), bf16.rows(name, 0, 96)
     assert torch.equal(found, stored.float() * (1 + 2**-12))
+
+
+def described(arguments: dict[str, Any]) -> MegatronWeights:
+    """Weights of two layers, four heads of 16 and two key/value heads, with these args."""
+    weights = MegatronWeights.__new__(MegatronWeights)
+    weights.path, weights._stored, weights._masters, weights.notes = Path("here"), {}, {}, []
+    weights.checkpoint = SimpleNamespace(arguments=arguments)  # type: ignore[assignment]
+    sizes = {EMBEDDING: (128, 64), f"{QKV}.weight": (128, 64), f"{PROJ}.weight": (64, 64), f"{FC2}.weight": (64, 96)}
+    weights._size = sizes.__getitem__  # type: ignore[method-assign,assignment]
+    weights._count_layers = lambda: 2  # type: ignore[method-assign]
+    return weights
 
 
 @pytest.mark.parametrize(
     ("arguments", "vocab"), [({"vocab_size": 152064}, 151936), ({"vocab_size": 151936}, 151936), ({}, 151936)]
 )
 def test_padding_that_a_script_calls_the_vocabulary_is_cut_off(arguments: dict[str, Any], vocab: int) -> None:
-    weights = MegatronWeights.__new__(MegatronWeights)
-    weights.checkpoint = SimpleNamespace(arguments=arguments)  # type: ignore[assignment]
-    weights.notes = []
+    weights = described(arguments)
     shape = load_preset("1.5b").model.model_dump()
     assert weights._vocabulary(152064, shape, None) == vocab
     assert weights._vocabulary(152064, shape | {"layers": 5}, None) == arguments.get("vocab_size", 152064)
+
+
+def changed(made: Path, tmp_path: Path, **arguments: Any) -> Path:
+    """A copy of the plain checkpoint whose args say something else."""
+    folder = copied(made, tmp_path)
+    before = plain(DistCheckpoint(folder / "iter_0000007").arguments)
+    torch.save({"args": argparse.Namespace(**before | arguments)}, folder / "iter_0000007/common.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rotary_percent", 0.5), ("rotary_interleaved", True), ("use_rope_scaling", True), ("swiglu", False),
+        ("normalization", "LayerNorm"), ("apply_layernorm_1p", True), ("position_embedding_type", "learned_absolute"),
+        ("rotary_seq_len_interpolation_factor", 4), ("window_size", [128, 0]), ("qk_l2_norm", True),
+        ("num_experts", 8), ("add_bias_linear", True), ("untie_embeddings_and_output_weights", True),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_model_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{name} = ") as caught:
+        described({name: value})._shape(None)
+    shown = tuple(value) if isinstance(value, list) else value
+    assert f"{name} = {shown}" in caught.value.what and caught.value.exit_code == 3
+
+
+def test_arguments_that_say_the_same_are_taken(made: Path, tmp_path: Path, run_cli: Any) -> None:
+    same = {"rotary_percent": 1, "rotary_interleaved": False, "window_size": None, "position_embedding_type": "rope"}
+    folder = changed(made, tmp_path, **same)
+    assert open_weights(folder, "A").shape == opened(made, "plain").shape
+    shutil.rmtree(folder)
+    for name, value, words in (("use_rope_scaling", True, "= True"), ("num_attention_heads", "2", "= '2'")):
+        done = run_cli("convert", "to-hf", changed(made, tmp_path, **{name: value}), tmp_path / "out")
+        assert done.returncode == 3 and f"{name} {words}" in done.stderr and not (tmp_path / "out").exists()
+        shutil.rmtree(tmp_path / "copy")
 
 
 def test_without_arguments_an_origin_is_needed(made: Path) -> None:
@@ -195,6 +241,60 @@ def test_hf_to_megatron_to_hf_is_bit_for_bit(tmp_path: Path, dtype: torch.dtype,
     assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
 
 
+@pytest.mark.parametrize(
+    ("padded", "arguments", "vocab"),
+    [
+        (160000, {"vocab_size": 160000}, 160000),
+        (160000, {}, 160000),
+        (152576, {"vocab_size": 152500}, 152500),  # no multiple of Megatron's, so no padded size
+        (152064, {"vocab_size": 151665}, 151936),  # the words of the tokenizer
+        (155648, {"make_vocab_size_divisible_by": 1024, "tensor_model_parallel_size": 4}, 151936),
+        (155648, {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 4}, 155648),
+    ],
+)
+def test_only_padding_is_cut_off(padded: int, arguments: dict[str, Any], vocab: int) -> None:
+    weights = described(arguments)
+    assert weights._vocabulary(padded, load_preset("1.5b").model.model_dump(), None) == vocab
+    assert any(str(vocab) in note for note in weights.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_attention_heads", value) for value in ("2", 1000, -2, 3, Inert(), True, 2.0)),
+        *(("rotary_base", value) for value in ("x", -1, float("nan"), float("inf"), Inert())),
+        *(("norm_epsilon", value) for value in ("a", 0, [1])),
+        *(("max_position_embeddings", value) for value in ("a", -1)),
+        *(("vocab_size", value) for value in ("a", True, 0)),
+        ("kv_channels", 32), ("num_query_groups", 4), ("make_vocab_size_divisible_by", "a"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(name: str, value: Any) -> None:
+    right = {"num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True, "kv_channels": 16}
+    assert described(right)._shape(None).kv_heads == 2
+    with pytest.raises(InputError, match=name) as caught:
+        described(right | {name: value})._shape(None)
+    assert caught.value.hint and caught.value.exit_code == 3
+
+
+def test_wrong_tensors_are_named() -> None:
+    weights = described({"num_attention_heads": 4})
+    sizes = weights._size
+    weights._size = lambda name: (128,) if name == EMBEDDING else sizes(name)  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=rf"'{EMBEDDING}' has size \[128\], expected two dimensions"):
+        weights._shape(None)
+
+
+@pytest.mark.parametrize("keep", [0, 2, 4])
+def test_a_damaged_tensor_record_is_named(tmp_path: Path, keep: int) -> None:
+    torch.save(torch.ones(4, 6), tmp_path / "x")
+    archive = Archive(tmp_path / "x")
+    before = archive.value.args
+    archive.value.args = before[:keep] if keep < 4 else (*before[:2], (4, "6"), *before[3:])
+    with pytest.raises(InputError, match="the weight 'x' is damaged"):
+        archive.tensor(archive.value, "x")
+
+
 def copied(made: Path, tmp_path: Path, kind: str = "plain") -> Path:
     return Path(shutil.copytree(made / kind, tmp_path / "copy"))
 
@@ -228,12 +328,24 @@ def test_damage_is_named_and_leaves_nothing(made: Path, tmp_path: Path) -> None:
     refuses("says '99'")
 
 
-def test_the_older_format_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000100/mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+@pytest.mark.parametrize(
+    ("inside", "given"),
+    [
+        (".", "{root}"), (".", "{root}/iter_0000100"), (".", "{root}/iter_0000100/mp_rank_00"),
+        (".", "iter_0000100/mp_rank_00"), ("iter_0000100", "mp_rank_00"), ("iter_0000100", "."),
+        ("iter_0000100/mp_rank_00", "."), ("iter_0000100/mp_rank_00", ".."), ("iter_0000100", ".."),
+    ],
+)  # fmt: skip
+def test_the_older_format_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, given: str
+) -> None:
+    root = tmp_path / "a run"
+    (root / "iter_0000100/mp_rank_00").mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("100")
+    monkeypatch.chdir(root / inside)
     with pytest.raises(InputError, match="older format") as caught:
-        open_weights(tmp_path, "A")
-    assert f"--load {tmp_path} --ckpt-convert-format torch_dist" in caught.value.hint
+        open_weights(Path(given.format(root=root)), "A")
+    assert f"--load '{root}' --ckpt-convert-format torch_dist" in caught.value.hint
 
 
 def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
@@ -256,7 +368,7 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_weight_stored_as_an_object_is_refused_by_name(made: Path, tmp_path: Path) -> None:
+def test_a_weight_bf16as_an_object_is_refused_by_name(made: Path, tmp_path: Path) -> None:
     checkpoint = DistCheckpoint(find_iteration(made / "plain", "A"))
     assert any(name.endswith("linear_qkv._extra_state/shard_0_2") for name in checkpoint.objects)
     torch.save(Odd(), tmp_path / "odd")

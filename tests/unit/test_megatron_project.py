@@ -190,6 +190,82 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("A=1 B=2 torchrun train.py --x 5", {"x": ["5"]}),
+        ("export NCCL=1; env A=1 python3 /code/train.py --x 5", {"x": ["5"]}),
+        ("python train.py --x 5 2>&1 | tee log.txt", {"x": ["5"]}),
+        ("python train.py --x 5 &> log.txt &", {"x": ["5"]}),
+        ("python train.py --x 5 > 'a log' 2>/dev/null --y 6 >> b; echo --z 7", {"x": ["5"], "y": ["6"]}),
+        ("python train.py --x 5 > >(tee -a log) 2>&1 && echo --z 7 || exit 1", {"x": ["5"]}),
+        ("python train.py --x 'a|b>c;d' --y \"e & f\" < input", {"x": ["a|b>c;d"], "y": ["e & f"]}),
+        ("cd /code && python train.py \\\n --x 5 \\\n|& tee log --z 7\necho --z 8", {"x": ["5"]}),
+        ("export A=24 B=896\npython train.py --x $A --y ${B}", {"x": ["24"], "y": ["896"]}),
+        ("declare -r A=24 B='8 9'; python train.py --x $A --y $B", {"x": ["24"], "y": ["8", "9"]}),
+        ("A=24 B=896\nexport A\npython train.py --x $A --y $B", {"x": ["24"], "y": ["896"]}),
+        ("python train.py --x ${S:=4096} --y $S --z ${1:-7}", {"x": ["4096"], "y": ["4096"], "z": ["7"]}),
+        ("python train.py --x ${S:-${T:-3}} --y ${S-4} --z ${S=5}", {"x": ["3"], "y": ["4"], "z": ["5"]}),
+        ('A="$(echo "b c" | wc)"; python train.py --x "$A" --y 6', {"x": ["$(echo b c | wc)"], "y": ["6"]}),
+        ("if true; then python train.py --x 5; fi", {"x": ["5"]}),
+        ("for i in 1 2; do echo $i; done > log\npython train.py --x 5", {"x": ["5"]}),
+    ],
+)
+def test_what_belongs_to_the_command(tmp_path: Path, command: str, expected: dict[str, list[str]]) -> None:
+    assert read_script(write(tmp_path, command + "\n")).flags == expected
+
+
+def test_the_environment_of_the_command_counts(tmp_path: Path) -> None:
+    text = cpt_script("1.5b", False).replace("torchrun", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 torchrun")
+    assert from_script(write(tmp_path, text)).cpt == {"recipe": "infir2-fp32-scales"}
+
+
+@pytest.mark.parametrize(
+    "value", ['"$(touch {CANARY})"', "$(touch {CANARY})", "`touch {CANARY}`", '"${X%y}"', '"$2"', "$HERE/$(date)"]
+)
+def test_what_only_running_would_tell_is_listed(tmp_path: Path, value: str) -> None:
+    text = cpt_script("1.5b", False).replace("--train-iters 40000", f"--train-iters {value} ")
+    text = text.replace("--seed 1236", f"--seed {value}").replace("--data-path /data/web", f"--data-path {value}")
+    imported = from_script(write(tmp_path, text.replace("--fp8-format e4m3", f"--fp8-format {value}")))
+    assert imported.cpt == {} and imported.data == {}
+    for name in ("train_iters", "seed", "data_path", "fp8"):
+        assert "known only when the script runs" in imported.left[name]
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("value", ['""', "many", "1.5", "nan", "1e999", "$UNSET"])
+def test_a_setting_that_is_no_number_is_listed(tmp_path: Path, value: str) -> None:
+    text = cpt_script("1.5b", False).replace("--train-iters 40000", f"--train-iters {value} ")
+    imported = from_script(write(tmp_path, text))
+    assert imported.cpt == {} and "no number that can be taken" in imported.left["train_iters"]
+
+
+def test_a_vocabulary_that_is_no_padding_is_listed(tmp_path: Path) -> None:
+    text = cpt_script("1.5b", False).replace("--vocab-size 152064", "--vocab-size 160000")
+    assert "160000" in from_script(write(tmp_path, text)).left["vocab_size"]
+
+
+def test_defaults_in_braces_are_taken(tmp_path: Path) -> None:
+    text = cpt_script("1.5b", False).replace("--seq-length ${SEQ}", "--seq-length ${LENGTH:=4096}")
+    imported = from_script(write(tmp_path, text))
+    assert imported.cpt == {"seq_len": 4096} and "seq_length" not in imported.left
+
+
+def test_conditional_assignments_are_listed_and_not_made(tmp_path: Path) -> None:
+    lines = (
+        'if [ -n "$LONG" ]; then SEQ=65536; fi\nif test x\nthen\n  WARMUP=1\nelse\n  export TRAIN+=" --seed 5"\nfi\n'
+        "[ -f x ] && FP8=\nfor i in 1 2; do\n  PARALLEL=$i\ndone\ncase $1 in\n a|b) LOGS=x ;;\nesac\nAFTER=1\n"
+    )
+    script = write(tmp_path, cpt_script("1.5b", False).replace("torchrun", f"{lines}torchrun"))
+    found = read_script(script)
+    assert [entry.split(" ", 1)[1] for entry in found.conditional] == [
+        'NODES="$2"', 'EXTRA+=("$1")', "SEQ=65536", "WARMUP=1", 'TRAIN+=" --seed 5"', "FP8=", "PARALLEL=$i", "LOGS=x",
+    ]  # fmt: skip
+    assert found.variables["AFTER"] == "1"
+    imported = from_script(script)
+    assert imported.cpt == {} and any("launch.sh:" in n and "SEQ=65536" in n for n in imported.notes)
+
+
 def test_arguments_inside_a_checkpoint(tmp_path: Path) -> None:
     tiny = load_preset("tiny").model
     sizes = {"hidden_size": tiny.hidden, "intermediate_size": tiny.ffn, "num_attention_heads": tiny.heads}

@@ -108,14 +108,18 @@ class Archive:
         Raises:
             InputError: the value is no tensor, or one that is packed, strided or of an unknown dtype.
         """
-        while isinstance(value, Inert) and value.origin == "torch._utils._rebuild_parameter":
+        while isinstance(value, Inert) and value.origin == "torch._utils._rebuild_parameter" and value.args:
             value = value.args[0]
         origin = value.origin if isinstance(value, Inert) else type(value).__name__
         if origin not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
             what = f"the weight '{name}' is stored as {origin}, which is not read: only plain tensors are"
             raise InputError(what, str(self.path), "save the checkpoint with its weights in bf16 or fp32")
-        storage, offset, shape, stride = value.args[:4]
-        dtype = value.args[6] if origin.endswith("v3") else _STORAGES.get(getattr(storage, "type", ""))
+        needed = 7 if origin.endswith("v3") else 4
+        storage, offset, shape, stride = value.args[:4] if len(value.args) >= needed else (None, -1, (), ())
+        if not (_counts((offset,)) and _counts(shape) and _counts(stride) and len(shape) == len(stride)):
+            what = f"the weight '{name}' is damaged: its place in the file is not what torch.save writes"
+            raise InputError(what, str(self.path), "copy the checkpoint again")
+        dtype = value.args[6] if needed == 7 else _STORAGES.get(getattr(storage, "type", ""))
         if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
             raise InputError(f"the weight '{name}' has a dtype that is not known", str(self.path))
         shape, expected = tuple(shape), 1
@@ -133,3 +137,8 @@ class Archive:
             names, extra = struct.unpack("<HH", file.read(4))
         start = self._offset + info.header_offset + 30 + names + extra
         return StoredTensor(dtype, shape, start + offset * dtype.itemsize)
+
+
+def _counts(value: Any) -> bool:
+    """Whether a pickled value is a sequence of integers that are not negative."""
+    return isinstance(value, tuple | list) and all(type(item) is int and item >= 0 for item in value)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ def find_iteration(folder: Path, where: str) -> Path:
         folder = folder / name
         if (folder / METADATA).is_file():
             return folder
-    if any(folder.glob("mp_rank_*")):
-        command = f"--ckpt-format torch --load {folder.parent} --ckpt-convert-format torch_dist --ckpt-convert-save OUT"
+    if (older := _older(folder)) is not None:
+        load = shlex.quote(str(older.parent))
+        command = f"--ckpt-format torch --load {load} --ckpt-convert-format torch_dist --ckpt-convert-save OUT"
         hint = f"with Megatron-LM, your own launch command and: {command}"
         raise InputError("this is a checkpoint of Megatron's older format (mp_rank_*)", f"{where}: {folder}", hint)
     raise InputError("this is no torch_dist checkpoint: it has no .metadata", f"{where}: {folder}", "give iter_NNNNNNN")
@@ -77,7 +79,23 @@ def find_iteration(folder: Path, where: str) -> Path:
 
 def is_megatron(folder: Path) -> bool:
     """Whether a folder looks like a checkpoint of Megatron, of any format."""
-    return (folder / METADATA).is_file() or (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*"))
+    return (folder / METADATA).is_file() or (folder / TRACKER).is_file() or _older(folder) is not None
+
+
+def _older(folder: Path) -> Path | None:
+    """The iteration folder of Megatron's older format that `folder` is or lies in, as an absolute path."""
+    absolute = Path(os.path.abspath(folder))  # links stay as they are
+    if absolute.name.startswith("mp_rank_") and folder.is_dir():
+        return absolute.parent
+    return absolute if any(folder.glob("mp_rank_*")) else None
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    """A size or offset of the metadata."""
+    found = tuple(value)
+    if not all(type(item) is int and item >= 0 for item in found):
+        raise ValueError(f"{found} is no size")
+    return found
 
 
 class DistCheckpoint:
@@ -146,12 +164,14 @@ class DistCheckpoint:
                 continue
             properties = record.get("properties")
             dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-            pieces = []
+            size, pieces = _extents(record.get("size")), []
             for chunk in record.get("chunks"):
-                offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+                offsets, sizes = _extents(chunk.get("offsets")), _extents(chunk.get("sizes"))
+                if not len(offsets) == len(sizes) == len(size):
+                    raise ValueError(f"pieces of '{name}' have other dimensions than it has")
                 if math.prod(sizes):
                     pieces.append(Piece(offsets, sizes, *self._place(name, offsets)))
-            found[name] = DistTensor(name, dtype, tuple(record.get("size")), tuple(pieces))
+            found[name] = DistTensor(name, dtype, size, tuple(pieces))
         return found
 
     def _common(self) -> dict[str, Any]:

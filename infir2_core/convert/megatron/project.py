@@ -5,14 +5,18 @@ Only what differs from the preset of the size is written, so that a project file
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...config.presets import list_presets, load_preset
 from ...errors import InputError
+from .arguments import MODEL, PADDING
 from .dist import DistCheckpoint, find_iteration
-from .scripts import read_script
+from .scripts import UNREAD, read_script
 
 # Megatron's name -> ours in [cpt]; the value is taken as it is.
 CARRIED = {
@@ -50,16 +54,10 @@ SHAPE = {
 }
 # Flags that say what every model and run of ours is; with another value they are not carried over.
 IMPLIED: dict[str, tuple[Any, ...]] = {
-    "swiglu": (True,),
-    "normalization": ("RMSNorm",),
+    **MODEL,
     "disable_bias_linear": (True,),
-    "add_bias_linear": (False,),
-    "add_qkv_bias": (True,),
     "group_query_attention": (True,),
-    "position_embedding_type": ("rope",),
     "use_rotary_position_embeddings": (True,),
-    "rotary_percent": (1.0,),
-    "rotary_seq_len_interpolation_factor": (1, None),
     "attention_dropout": (0.0,),
     "hidden_dropout": (0.0,),
     "bf16": (True,),
@@ -108,7 +106,16 @@ def from_script(path: Path) -> Imported:
     given = set(values)
     if stage == "cpt":
         values = {name: _value([text]) for name, text in DEFAULTS.items()} | values
-    imported = _import(values, str(path), stage, fp32, given)
+    unread = {
+        {"fp8_format": "fp8"}.get(name, name): f"its value is known only when the script runs ({' '.join(words)})"
+        for name, words in script.flags.items()
+        if any(map(UNREAD.search, words))
+    }
+    values = {name: value for name, value in values.items() if name not in unread}
+    imported = _import(values, str(path), stage, fp32, given - set(unread), unread)
+    if script.conditional:
+        listed = ", ".join(script.conditional)
+        imported.notes.append(f"not carried over, as they depend on a condition or a loop: {listed}")
     missing = [name for name in script.sourced if not Path(name).is_file()]
     imported.notes += [f"{name}, which the script reads in, is not there" for name in missing]
     return imported
@@ -146,8 +153,15 @@ def _value(words: list[str]) -> Any:
     return words[0]
 
 
-def _import(values: dict[str, Any], origin: str, stage: str, fp32: bool, given: set[str]) -> Imported:
-    found = Imported(origin, stage)
+def _import(
+    values: dict[str, Any],
+    origin: str,
+    stage: str,
+    fp32: bool,
+    given: set[str],
+    unread: Mapping[str, str] = MappingProxyType({}),
+) -> Imported:
+    found = Imported(origin, stage, left=dict(unread))
     found.size = values.pop("_size", "") or _size(values, origin)
     preset = load_preset(found.size)
     taken = set(SHAPE) | {"_size"}
@@ -160,7 +174,7 @@ def _import(values: dict[str, Any], origin: str, stage: str, fp32: bool, given: 
         {"max_position_embeddings"} if values.get("max_position_embeddings") == preset.model.max_positions else set()
     )
     for name in ("vocab_size", "padded_vocab_size"):
-        if isinstance(values.get(name), int) and values[name] >= preset.model.vocab:
+        if isinstance(values.get(name), int) and 0 <= values[name] - preset.model.vocab < PADDING:
             taken.add(name)  # padding is Megatron's; the vocabulary is the model's
     if stage == "cpt":
         taken |= _cpt(values, found, fp32)
@@ -192,10 +206,10 @@ def _cpt(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
     taken = set()
     for theirs, ours in CARRIED.items():
         value = values.get(theirs)
-        if value is None or isinstance(value, list | bool):
-            continue
-        taken.add(theirs)
-        settings[ours] = type(preset[ours])(value)
+        carried = None if value is None else _as(type(preset[ours]), value)
+        if carried is not None:
+            taken.add(theirs)
+            settings[ours] = carried
     if decay:
         taken.add("override_opt_param_scheduler")
         settings.pop("warmup_steps", None)
@@ -207,14 +221,27 @@ def _cpt(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
     if values.get("recompute_granularity") in ("full", "selective"):
         settings["recompute"] = values["recompute_granularity"]
         taken.add("recompute_granularity")
-    if not values.get("fp8"):
+    if not values.get("fp8") and "fp8" not in found.left:
         settings["recipe"] = "bf16"
-    elif values["fp8"] == "e4m3" and values.get("fp8_recipe") == "blockwise":
+    elif values.get("fp8") == "e4m3" and values.get("fp8_recipe") == "blockwise":
         settings["recipe"] = "infir2-fp32-scales" if fp32 else "infir2"
         taken |= {"fp8", "fp8_recipe"}
     found.cpt = {name: value for name, value in settings.items() if value != preset[name]}
     taken |= _data(values, found)
     return taken
+
+
+def _as(kind: type, value: Any) -> Any:
+    """`value` as a setting of this kind; None when it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = kind(value)
+    except (ValueError, OverflowError):
+        return None
+    if isinstance(value, float) and (not math.isfinite(value) or (kind is int and number != value)):
+        return None
+    return number
 
 
 def _data(values: dict[str, Any], found: Imported) -> set[str]:
@@ -234,6 +261,8 @@ def _data(values: dict[str, Any], found: Imported) -> set[str]:
 
 def _reason(name: str, value: Any, stage: str) -> str:
     shown = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    if stage == "cpt" and name in CARRIED:
+        return f"its value is no number that can be taken{shown and ' (' + shown.strip() + ')'}"
     if name in IMPLIED:
         return f"infir2 computes {name} = {IMPLIED[name][0]}, not{shown or ' this'}"
     if "parallel" in name or name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):

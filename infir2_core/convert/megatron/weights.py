@@ -19,9 +19,11 @@ from ...errors import InputError
 from ..folder import FLOATS, tensor_shapes
 from ..streams import check_finite
 from ..weights import Layout
+from .arguments import PADDING, check_model, read_count, read_number
 from .dist import DistCheckpoint, find_iteration
 from .names import EMBEDDING, FC1, FC2, HEAD, LAYER, PROJ, QKV, places
 
+MULTIPLE = 128  # to which Megatron pads
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 _PASSED_OVER = ("optimizer.", "rng_state", "rerun_state", "common_state", "chained_", "opt_param_scheduler")
 
@@ -89,6 +91,14 @@ class MegatronWeights:
         shape = self.checkpoint.tensors[key[0]].shape
         return shape if key[1] is None else shape[1:]
 
+    def _matrix(self, name: str) -> tuple[int, int]:
+        """The extents of a weight that has two."""
+        shape = self._size(name)
+        if len(shape) != 2:
+            what = f"the weight '{name}' has size {list(shape)}, expected two dimensions"
+            raise InputError(what, str(self.path), "only Qwen2.5-family models are converted")
+        return shape[0], shape[1]
+
     def _key(self, names: tuple[str, ...], layer: int | None) -> tuple[str, int | None] | None:
         """(tensor of the checkpoint, index along its leading axis) that holds one of `names` of a layer."""
         for name in names:
@@ -116,31 +126,56 @@ class MegatronWeights:
 
     def _shape(self, origin: ModelShape | None) -> ModelShape:
         arguments = self.checkpoint.arguments
-        padded, hidden = self._size(EMBEDDING)
-        fused, attention = self._size(f"{QKV}.weight")[0], self._size(f"{PROJ}.weight")[1]
+        check_model(arguments, self.path)
+        padded, hidden = self._matrix(EMBEDDING)
+        fused, attention = self._matrix(f"{QKV}.weight")[0], self._matrix(f"{PROJ}.weight")[1]
         layers = self._count_layers()
-        found: dict[str, Any] = {"layers": layers, "hidden": hidden, "ffn": self._size(f"{FC2}.weight")[1]}
+        found: dict[str, Any] = {"layers": layers, "hidden": hidden, "ffn": self._matrix(f"{FC2}.weight")[1]}
         found["tied"] = HEAD not in self._stored
-        heads = arguments.get("num_attention_heads") or (origin.heads if origin else None)
+        if found["tied"] and arguments.get("untie_embeddings_and_output_weights") is True:
+            what = f"untie_embeddings_and_output_weights = True, but the checkpoint has no weight '{HEAD}'"
+            raise InputError(what, str(self.path), "copy the checkpoint again")
+        heads = read_count(arguments, "num_attention_heads", self.path) or (origin.heads if origin else None)
         if not heads:
             what = "the checkpoint has no args, so the number of heads is not known"
             raise InputError(what, str(self.path), "--origin HF_DIR of the model that training began with")
-        head_dim = attention // heads
-        found |= {"heads": heads, "head_dim": head_dim, "kv_heads": (fused // head_dim - heads) // 2}
-        found["rope_base"] = float(arguments.get("rotary_base") or (origin.rope_base if origin else 10000))
-        found["norm_eps"] = arguments.get("norm_epsilon") or (origin.norm_eps if origin else 1e-6)
-        positions = origin.max_positions if origin else arguments.get("max_position_embeddings")
+        found |= self._heads(heads, fused, attention)
+        rope_base, norm_eps = (read_number(arguments, name, self.path) for name in ("rotary_base", "norm_epsilon"))
+        found["rope_base"] = rope_base or (origin.rope_base if origin else 10000.0)
+        found["norm_eps"] = norm_eps or (origin.norm_eps if origin else 1e-6)
+        positions = read_count(arguments, "max_position_embeddings", self.path)
+        positions = origin.max_positions if origin else positions
         found |= {"max_positions": positions or 32768, "vocab": self._vocabulary(padded, found, origin)}
-        if fused != (heads + 2 * found["kv_heads"]) * head_dim:
-            raise InputError(
-                f"the fused qkv weight has {fused} rows, which {heads} heads do not explain", str(self.path)
-            )
-        shape = ModelShape(**found)
+        try:
+            shape = ModelShape(**found)
+        except ValueError as error:
+            what = f"its tensors make no model: {error}"
+            raise InputError(what, str(self.path), "only Qwen2.5-family models are converted") from error
         if origin and (different := [n for n in ModelShape.model_fields if getattr(origin, n) != getattr(shape, n)]):
             name = different[0]
             what = f"the origin says {name} = {getattr(origin, name)}, the checkpoint {getattr(shape, name)}"
             raise InputError(what, str(self.path), "give the model that training began with")
         return shape
+
+    def _heads(self, heads: int, fused: int, attention: int) -> dict[str, int]:
+        """Query and key/value heads and their length, of the fused qkv weight's and the projection's extents."""
+        head_dim = attention // heads
+        kv_heads = (fused // head_dim - heads) // 2 if head_dim else 0
+        explained = head_dim * heads == attention and (heads + 2 * kv_heads) * head_dim == fused
+        if not explained or kv_heads < 1 or heads % kv_heads or head_dim % 2:
+            what = f"the fused qkv weight has {fused} rows and the projection {attention} columns, which "
+            hint = "num_attention_heads in the checkpoint's args, or --origin, is of another model"
+            raise InputError(what + f"{heads} heads (num_attention_heads) do not explain", str(self.path), hint)
+        found = {"heads": heads, "head_dim": head_dim, "kv_heads": kv_heads}
+        names = {"kv_channels": "head_dim", "num_query_groups": "kv_heads"}
+        if not self.checkpoint.arguments.get("group_query_attention"):
+            del names["num_query_groups"]  # Megatron passes over it then
+        for name, ours in names.items():
+            said = read_count(self.checkpoint.arguments, name, self.path)
+            if said is not None and said != found[ours]:
+                what = f"the args say {name} = {said}, the weights have {found[ours]} with {heads} heads"
+                raise InputError(what, str(self.path), "copy the checkpoint again")
+        return found
 
     def _vocabulary(self, padded: int, found: dict[str, Any], origin: ModelShape | None) -> int:
         """Rows of the embedding without Megatron's padding."""
@@ -149,14 +184,20 @@ class MegatronWeights:
                 what = f"the origin has {origin.vocab} words, the checkpoint's embedding only {padded} rows"
                 raise InputError(what, str(self.path), "give the model that training began with")
             return origin.vocab
-        said = self.checkpoint.arguments.get("vocab_size")
-        for preset in list_presets():  # some scripts call the padded size the vocabulary
+        said = read_count(self.checkpoint.arguments, "vocab_size", self.path)
+        divisible = read_count(self.checkpoint.arguments, "make_vocab_size_divisible_by", self.path) or 0
+        tp = read_count(self.checkpoint.arguments, "tensor_model_parallel_size", self.path) or 1
+        padding = max(PADDING, divisible * tp)
+        for preset in list_presets():
+            vocab = preset.model.vocab
             same = all(getattr(preset.model, key) == found[key] for key in ("layers", "hidden", "ffn", "heads"))
-            if same and preset.model.vocab <= padded:
-                vocab = preset.model.vocab
+            # some scripts call a padded size the vocabulary, and some the words of the tokenizer
+            loose = said is None or said <= vocab or (said % MULTIPLE == 0 and said - vocab < padding)
+            if same and loose and 0 <= padded - vocab < padding:
                 self.notes.append(f"vocabulary {vocab}, as preset {preset.size} has it (padded: {padded})")
                 return vocab
-        if isinstance(said, int) and 0 < said <= padded:
+        if said is not None and said <= padded:
+            self.notes.append(f"vocabulary {said}, as vocab_size in the args says (padded: {padded})")
             return said
         self.notes.append(f"nothing says how many of the {padded} words are padding: all are kept (--origin says)")
         return padded
