@@ -40,6 +40,12 @@ def find_source(reference: str | None, where: str) -> Path:
         raise InputError(what, where, error.hint) from error
 
 
+def beside(folder: Path, suffix: str) -> Path:
+    """The folder's sibling whose name has `suffix` at its end; also of `.` and `..`."""
+    whole = folder.resolve() if folder.name in ("", "..") else folder.absolute()
+    return whole.with_name(f"{whole.name}{suffix}")
+
+
 def default_out(folder: Path) -> Path:
     """Where the export of a run or checkpoint goes: RUN/hf/step-N inside a run, CHECKPOINT-hf elsewhere."""
     from infir2_core.config.source import CHECKPOINTS, open_native
@@ -50,11 +56,9 @@ def default_out(folder: Path) -> Path:
         raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
     if is_megatron(folder):
         path = find_iteration(folder, str(folder)).absolute()
-        return path.with_name(f"{path.name}-hf")
+        return beside(path, "-hf")
     path = open_native(folder, str(folder)).path
-    return (
-        path.parent.parent / "hf" / path.name if path.parent.name == CHECKPOINTS else path.with_name(f"{path.name}-hf")
-    )
+    return path.parent.parent / "hf" / path.name if path.parent.name == CHECKPOINTS else beside(path, "-hf")
 
 
 def export(folder: Path, out: Path, origin: str | None = None, dtype: str = DTYPE) -> dict[str, Any]:

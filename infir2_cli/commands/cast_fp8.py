@@ -45,14 +45,14 @@ def cast_fp8(
     from infir2_core.convert.staging import check_out
     from infir2_core.machine import pick_device
 
-    from ..exporting import exported, find_source
+    from ..exporting import beside, exported, find_source
 
     chosen, size = pick_device(device), _block(block)
     folder = find_source(source, "HF_DIR")
     if not (folder / "config.json").is_file():
         folder = exported(folder, dry_run)
     fetched = source is not None and "/" in source and not Path(source).exists()  # lies in the hub's cache
-    target = out or (Path(f"{str(source).split('/')[-1]}-fp8") if fetched else folder.with_name(f"{folder.name}-fp8"))
+    target = out or (Path(f"{str(source).split('/')[-1]}-fp8") if fetched else beside(folder, "-fp8"))
     check_out(target, folder)
     plan = plan_cast(open_folder(folder), pow2_scale, size, tuple(keep or ()), scale_fmt)
     facts = plan.as_dict() | {"out": target}

@@ -155,3 +155,10 @@ def test_speed_and_memory_of_a_cast(tmp_path: Path) -> None:
     assert nbytes / 1e6 / seconds > 150, f"{nbytes / 1e6 / seconds:.0f} MB/s"
     peak = int(done.stderr.split("PEAK")[1]) * 1024
     assert peak < 0.5 * nbytes, f"{peak / 1e6:.0f} MB for a model of {nbytes / 1e6:.0f} MB"
+
+
+def test_the_folder_one_stands_in(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", layers=1)
+    done = run_cli("cast-fp8", ".", cwd=tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model-fp8/config.json").is_file()
