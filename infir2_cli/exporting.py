@@ -42,7 +42,7 @@ def find_source(reference: str | None, where: str) -> Path:
 
 def beside(folder: Path, suffix: str) -> Path:
     """The folder's sibling whose name has `suffix` at its end; also of `.` and `..`."""
-    whole = folder.resolve() if folder.name in ("", "..") else folder.absolute()
+    whole = folder.resolve() if folder.name in ("", "..") else folder
     return whole.with_name(f"{whole.name}{suffix}")
 
 
