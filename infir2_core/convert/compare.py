@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .streams import Strip, in_parallel, strips
-from .weights import Weights, rows_as
+from .streams import Strip, in_parallel
+from .weights import Weights, rows_as, spans
 
 
 def compare(a: Weights, b: Weights, watch: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
@@ -47,19 +47,12 @@ def compare(a: Weights, b: Weights, watch: Callable[[int, int], None] = lambda d
                 places[name] = min(places.get(name, found), found)
         return strip.nbytes
 
-    def items() -> Any:
-        for name in same:
-            dtype, shape = a.tensors[name]
-            width = math.prod(shape[1:])
-            for strip in strips(shape[0], width, width * dtype.itemsize):
-                yield name, strip
-
     def count(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         watch(done, total)
 
-    in_parallel(work, items(), count)
+    in_parallel(work, spans(a.tensors, same), count)
     first = next((name for name in same if name in different), None)
     only_a, only_b = [n for n in a.tensors if n not in b.tensors], [n for n in b.tensors if n not in a.tensors]
     dtypes = sorted({f"{a.tensors[n][0]} / {b.tensors[n][0]}".replace("torch.", "") for n in same if _differ(a, b, n)})

@@ -24,9 +24,9 @@ from ..model.hf import INDEX, SINGLE
 from .folder import read_config, side_files, tensor_shapes, weight_shape
 from .safefile import Writer
 from .staging import Staging, check_out, copy_file, write_whole
-from .streams import Strip, in_parallel, strips
+from .streams import Strip, in_parallel
 from .verify import require
-from .weights import Weights, rows_as
+from .weights import Weights, rows_as, spans
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 4 << 30
@@ -179,16 +179,9 @@ def copy_tensors(
         writer.write(names[name], rounded(rows, dtype, name), strip.first)
         return strip.nbytes
 
-    def items() -> Any:
-        for name in names:
-            stored, shape = weights.tensors[name]
-            width = math.prod(shape[1:])
-            for strip in strips(shape[0], width, width * stored.itemsize):
-                yield name, strip
-
     writer, whole = Writer(path, {to: (dtype, weights.tensors[name][1]) for name, to in names.items()}), False
     try:
-        in_parallel(work, items(), count)
+        in_parallel(work, spans(weights.tensors, names), count)
         whole = True
     finally:
         writer.close(sync=whole)

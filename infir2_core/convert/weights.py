@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from ..train.manifest import check_hashes, read_manifest
 from ..train.shards import DTYPES, ShardFile
 from .folder import HFFolder, open_folder, tensor_shapes
 from .safefile import Reader
-from .streams import check_finite
+from .streams import Strip, check_finite, strips
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -87,6 +88,15 @@ class HFWeights:
         """As `Weights.close`."""
         for reader in self._readers.values():
             reader.__exit__(None, None, None)
+
+
+def spans(tensors: Layout, names: Iterable[str]) -> Iterator[tuple[str, Strip]]:
+    """The strips of the named tensors, one tensor after the other."""
+    for name in names:
+        dtype, shape = tensors[name]
+        width = math.prod(shape[1:])
+        for strip in strips(shape[0], width, width * dtype.itemsize):
+            yield name, strip
 
 
 def rows_as(weights: Weights, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from .dispatch import fast
+from .optional import optional
 from .reference.attention import attention
 
 FLASH_HEAD_DIMS = (64, 128)  # the widths that tests compare
@@ -40,13 +38,5 @@ def implementation(heads_TNd: Tensor) -> str:
     return "flash-attn-4" if fits and _flash_imports() else "sdpa"
 
 
-@cache
 def _flash_imports() -> bool:
-    try:
-        from .hopper import attention as _  # noqa: F401
-    except ModuleNotFoundError:
-        return False
-    except Exception as error:  # installed and broken: slower is better than not at all, but not in silence
-        warnings.warn(f"flash-attn-4 does not load ({error}); attention runs through SDPA", stacklevel=3)
-        return False
-    return True
+    return optional("infir2_core.ops.hopper.attention", "attention runs through SDPA") is not None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import InputError
+from ..optional import optional
 from ..reference.quantize import QTensor
 from .copies import K_BLOCK_PAD, TILE
 
@@ -150,16 +150,8 @@ def table() -> list[dict[str, Any]]:
     return list(shapes)
 
 
-@cache
 def _deep_gemm() -> ModuleType | None:
-    try:
-        import deep_gemm  # type: ignore[import-not-found]
-    except ModuleNotFoundError:
-        return None
-    except Exception as error:  # installed and broken: slower is better than not at all, but not in silence
-        warnings.warn(f"deep_gemm does not load ({error}); all FP8 GEMMs run by cuBLASLt", stacklevel=2)
-        return None
-    return deep_gemm  # type: ignore[no-any-return]
+    return optional("deep_gemm", "all FP8 GEMMs run by cuBLASLt")
 
 
 def laid_out(q: QTensor) -> bool:
