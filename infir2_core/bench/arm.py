@@ -62,6 +62,7 @@ class ArmTimes:
         ms: phase -> milliseconds of each timed step.
         peak_gb: largest allocated memory, GB of 2**30; None on a CPU.
         reserved_gb: largest reserved memory.
+        first_step_s: seconds from the start of the process until its first step was done.
         losses: of the timed steps, in nats.
         parameters: count.
         versions: package -> version.
@@ -73,6 +74,7 @@ class ArmTimes:
     ms: dict[str, list[float]] = field(default_factory=dict)
     peak_gb: float | None = None
     reserved_gb: float | None = None
+    first_step_s: float = 0.0
     losses: list[float] = field(default_factory=list)
     parameters: int = 0
     versions: dict[str, str] = field(default_factory=dict)
@@ -111,6 +113,13 @@ def by_phase(intervals: list[float]) -> dict[str, list[float]]:
     """Milliseconds of each phase in each step, of marks at the beginning of a step and at the end of each phase."""
     marks = len(PHASES) + 1  # the last interval of a step lies between it and the next
     return {phase: intervals[i::marks] for i, phase in enumerate(PHASES)}
+
+
+def since_start() -> float:
+    """Seconds since this process was started."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
 
 
 def text_tokens(count: int) -> list[int]:
@@ -166,7 +175,8 @@ def measure(spec: ArmSpec) -> ArmTimes:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=preset.cpt.init_std)
     ledger.start()
-    engine.train_step([next(batches)], preset.cpt.lr)
+    engine.train_step([next(batches)], preset.cpt.lr).result()
+    first_step_s = since_start()
     ran: dict[str, set[str]] = {}
     for gemm, operands, implementation in ledger.stop():
         ran.setdefault(f"{gemm} {operands}", set()).add(implementation)
@@ -176,7 +186,8 @@ def measure(spec: ArmSpec) -> ArmTimes:
         engine.train_step([next(batches)], preset.cpt.lr)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    made = ArmTimes(by=by, parameters=sum(p.numel() for p in engine.model.parameters()))
+    parameters = sum(p.numel() for p in engine.model.parameters())
+    made = ArmTimes(by=by, parameters=parameters, first_step_s=first_step_s)
     clock, pending = Clock(cuda), []
     for _ in range(spec.steps):
         batch = next(batches)

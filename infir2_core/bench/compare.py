@@ -43,6 +43,8 @@ class Row:
         ratio: each median over that of the first row, our BF16; `peak_gb` and `tok_per_s` too.
         peak_gb: allocated at most; None on a CPU.
         reserved_gb: reserved at most.
+        first_step_s: seconds from a process's start to the end of its first step, in the last turn (caches are warm
+            from the first one).
         tok_per_s: of the whole step (of forward and backward where there is no optimizer).
         tflops: model TFLOPS, causal attention counted once.
         failed: why there are no figures.
@@ -57,6 +59,7 @@ class Row:
     ratio: dict[str, float] = field(default_factory=dict)
     peak_gb: float | None = None
     reserved_gb: float | None = None
+    first_step_s: float = 0.0
     tok_per_s: float = 0.0
     tflops: float = 0.0
     failed: str = ""
@@ -66,7 +69,7 @@ class Row:
 
 
 def arms(spec: ArmSpec, recipes: list[str], peer: bool) -> list[Arm]:
-    """Our BF16, the recipes, and the peer's BF16 and FP8.
+    """Our BF16, the recipes, and the peer's BF16 and FP8 (beside `infir2-lean` also with narrow optimizer state).
 
     Raises:
         InputError: no such recipe, or one that cannot run.
@@ -85,7 +88,8 @@ def arms(spec: ArmSpec, recipes: list[str], peer: bool) -> list[Arm]:
             raise MachineError(
                 f"the peer needs {' and '.join(lacks)}", "--peer megatron-te", "pip install 'infir2[megatron]'"
             )
-        made += [Arm(f"megatron-te {r}", PEER, dataclasses.replace(spec, recipe=r)) for r in ("bf16", "fp8")]
+        theirs = ["bf16", "fp8", *(["fp8-lean"] if "infir2-lean" in wanted else [])]
+        made += [Arm(f"megatron-te {r}", PEER, dataclasses.replace(spec, recipe=r)) for r in theirs]
     return made
 
 
@@ -143,6 +147,7 @@ def summarise(name: str, spec: ArmSpec, turns: list[ArmTimes]) -> Row:
     whole = row.ms["step" if spec.optimizer else "forward+backward"]
     row.tok_per_s = spec.rows * spec.seq_len / whole * 1e3
     row.tflops = row.tok_per_s * shape.flops_per_token(spec.seq_len) / 1e12
+    row.first_step_s = turns[-1].first_step_s
     row.profile, row.by, row.versions = turns[-1].profile, turns[-1].by, turns[-1].versions
     return row
 
