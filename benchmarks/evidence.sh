@@ -5,6 +5,7 @@
 #   benchmarks/evidence.sh bpe WORK                         a BPE tokenizer trained on sources, and WORK/bpe by it
 #   benchmarks/evidence.sh 1.5b WORK OUT SECONDS            needs the corpus
 #   benchmarks/evidence.sh fast-parity WORK OUT SECONDS     1.5b on the fast path, an arm a card; needs bpe
+#   benchmarks/evidence.sh fast-small WORK OUT SECONDS      `small` on the fast path, 3 seeds; needs the corpus
 #   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; on all cards; again to go on where it stopped
 # Results go to OUT as they come, so that a call that is cut short loses nothing but its last minute.
 set -u
@@ -37,6 +38,14 @@ fast-parity)
   tar czf "$out/fast-parity.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d */metrics.jsonl parity-logs)
   python3 benchmarks/parity.py report $study --json "$out/fast-parity.json"
   ;;
+fast-small)
+  study="--data $work/corpus --runs $work/small --warm 1000 --recipes infir2 infir2-lean --control-seeds"
+  study="$study --cards $(tr ',' '\n' <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi -L)}" | wc -l)"
+  python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 30) / 60)")" -- --eval-iters 20 \
+    --save-every 2000
+  tar czf "$out/fast-small.tgz" -C "$work/small" $(cd "$work/small" && ls -d */metrics.jsonl parity-logs)
+  python3 benchmarks/parity.py report $study --json "$out/fast-small.json"
+  ;;
 1.5b)
   # Killed rather than stopped: the 18 GB checkpoint of a stop would take longer than the training.
   timeout -s KILL "$seconds" python3 -m infir2_cli cpt --size 1.5b --from-scratch --data "$work/corpus" --recipe infir2 \
@@ -56,7 +65,7 @@ parity)
   python3 benchmarks/parity.py report --runs "$work/runs" --json "$out/parity.json"
   ;;
 *)
-  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity or parity, not '$part'" >&2
+  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity, fast-small or parity, not '$part'" >&2
   exit 2
   ;;
 esac
