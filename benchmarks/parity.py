@@ -55,7 +55,7 @@ def arms(args: argparse.Namespace) -> list[tuple[str, int]]:
 def start(
     args: argparse.Namespace, recipe: str, seed: int, name: str, card: int, *extra: str
 ) -> subprocess.Popen[bytes]:
-    """One process of `infir2 cpt` that sees one of the cards that this one sees, and writes to a log file of its own."""
+    """One process of `infir2 cpt` that sees one of the cards seen here, and writes to a log file of its own."""
     command = [sys.executable, "-m", "infir2_cli", "cpt", "--size", args.size, "--data", args.data, "--recipe", recipe]
     command += ["--seed", str(seed), "--name", name, "--runs", args.runs, "--device", args.device, *args.extra, *extra]
     # Each arm launches kernels from one thread; more would only fight over the cores.
@@ -131,7 +131,7 @@ def steps_of(args: argparse.Namespace, recipe: str, seed: int) -> tuple[list[flo
 
 
 def compare_training(arms: dict[str, dict[int, tuple[list[float], list[float]]]]) -> dict[str, dict[str, Any]]:
-    """Recipe -> per seed, against bf16: relative difference of the mean loss of the last 5 % of steps, and matched loss.
+    """Recipe -> per seed, against bf16: relative difference of the last 5 % of steps' mean loss, and matched loss.
 
     The latter is the share of bf16's steps after which the recipe's loss, averaged over as many steps, is first as low,
     and what that is in time: bf16's over the recipe's. Times mean something only where no arms shared a card.
