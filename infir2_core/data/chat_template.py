@@ -33,6 +33,7 @@ from infir2_core.errors import InputError
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers looks for the same
 PROBE = "b7e1f2probe"  # content that no template knows
 INSTRUCT = "--tokenizer with the folder or hub id of an Instruct model, such as Qwen/Qwen2.5-1.5B-Instruct"
+VERSION = 1  # of the masks: raised when the same conversation would get another one
 Spans = list[tuple[int, int]]
 
 
@@ -163,20 +164,30 @@ class ChatTokenizer:
 
     def _turn(self, text: str, messages: list[Message], n: int, tools: list[Any] | None) -> tuple[int, int]:
         """Characters [start, end) of assistant turn n in `text`, the rendering of all messages."""
-        before = self.render(messages[:n], tools=tools)
-        prompted = self.render(messages[:n], True, tools)
-        start = common_prefix(prompted, text)
-        if start < common_prefix(prompted, before):
+        try:
+            before, prompted = self.render(messages[:n], False, tools), self.render(messages[:n], True, tools)
+        except SampleError:
+            if n:
+                raise
+            what = "the conversation opens with the assistant, and the template needs a message before it"
+            raise SampleError("template fails", what) from None
+        start, history = common_prefix(prompted, text), common_prefix(prompted, before)
+        if start < history:
             raise self._rewritten(n)
+        if start < len(prompted):
+            # The prompt says more than the conversation does (some open the thinking); letters that follow may agree by
+            # chance, so the turn starts behind the last special token that both share.
+            found = [(text.rfind(token, history, start), len(token)) for token in self.special.values()]
+            start = max([history, *(place + length for place, length in found if place >= 0)])
         if n + 1 == len(messages):
             end = text.rfind(self.turn_end, start)
             return start, len(text) if end < 0 else end + len(self.turn_end)
-        following = {"role": messages[n + 1]["role"], "content": PROBE}
-        upto = self.render([*messages[: n + 1], following], tools=tools)
-        end = upto.rfind(self.turn_end, start, upto.rfind(PROBE)) + len(self.turn_end)
-        if end < start or common_prefix(upto, text) < end:
+        following = messages[n + 1] if messages[n + 1]["role"] != "assistant" else {"role": "assistant"}
+        upto = self.render([*messages[: n + 1], {**following, "content": PROBE}], tools=tools)
+        end = upto.rfind(self.turn_end, start, max(start, upto.rfind(PROBE)))
+        if end < 0 or common_prefix(upto, text) < end + len(self.turn_end):
             raise self._rewritten(n)
-        return start, end
+        return start, end + len(self.turn_end)
 
     def _rewritten(self, n: int) -> SampleError:
         what = f"it renders the history of message {n + 1} differently once later messages follow"
@@ -206,16 +217,14 @@ class ChatTokenizer:
         try:
             text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}])
         except SampleError as error:
-            raise InputError(f"the chat template fails on one question and answer: {error.detail}", where, INSTRUCT)
+            raise InputError(f"the chat template fails on one question and answer: {error.detail}", where, INSTRUCT) from None
         tail = text[text.rfind(PROBE) + len(PROBE) :] if PROBE in text else ""
-        for i in self._backend.encode(tail, add_special_tokens=False).ids:
-            if i in self.special:
-                return i, self.special[i]
+        ids, added = self._backend.encode(tail, add_special_tokens=False).ids, self._backend.get_added_tokens_decoder()
+        # Tokens that someone added by hand are often not marked as special.
+        for i in (*(i for i in ids if i in self.special), *(i for i in ids if i in added)):
+            return i, added[i].content
         what = "the chat template ends an assistant turn with no special token, so no model could learn where to stop"
         raise InputError(what, where, INSTRUCT)
-
-
-VERSION = 1  # of the masks: raised when the same conversation would get another one
 
 
 def common_prefix(a: str, b: str) -> int:
