@@ -111,7 +111,7 @@ class Generator:
 
     def __init__(self, model: Decoder, eos_ids: Collection[int], batch: int = 16) -> None:
         if batch < 1:
-            raise InputError(f"batch is {batch}, it must be at least 1", "--batch")
+            raise ValueError(f"a batch of {batch} sequences")
         self.model, self.eos_ids, self.batch = model, frozenset(eos_ids), batch
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: Sampling) -> list[Generation]:
