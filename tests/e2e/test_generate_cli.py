@@ -115,8 +115,6 @@ def test_a_run_its_checkpoint_and_its_export_say_the_same(run_cli: Cli, train: C
     done = run_cli("generate", "moved", *common, cwd=tmp_path)
     assert done.returncode == 3 and "without a tokenizer" in done.stderr and "--tokenizer" in done.stderr
     assert run_cli("generate", "moved", *common, "--tokenizer", "byte", cwd=tmp_path).returncode == 0
-    done = run_cli("generate", "mine", *common[:-1], "--chat", cwd=tmp_path)
-    assert done.returncode == 3 and "no chat template" in done.stderr
 
 
 def theirs_of_export(run_cli: Cli, folder: Path, ids: list[int]) -> list[int]:
@@ -153,6 +151,8 @@ def test_delayed_scaling_takes_its_histories_from_the_checkpoint(run_cli: Cli, t
         (("--prompt", "a", "--max-new-tokens", 0), 3, "max_new_tokens is 0"),
         (("--prompt", ""), 3, "the prompt is empty"),
         (("--prompt", "ok", "--prompt", "a longer one " * 30), 3, "the model 64 positions"),
+        (("--prompt", "a", "--chat"), 3, "no chat template"),
+        (("--prompt", "a", "--system", "S"), 3, "no chat template"),
         (("--file", "none.txt"), 3, "there is no such file"),
         (("--file", "empty.txt"), 3, "there is no prompt in this file"),
         (("--prompt", "a", "--recipe", "infr2"), 3, "Did you mean 'infir2'?"),

@@ -108,9 +108,10 @@ def test_prompts_that_give_no_ids(content: Any, chat: bool | None, system: str |
 
 
 @pytest.mark.parametrize(("chat", "system"), [(True, None), (None, "Be good.")])
-def test_a_chat_needs_a_template(chat: bool | None, system: str | None) -> None:
+def test_a_chat_needs_a_template(chat: bool | None, system: str | None, tmp_path: Path) -> None:
+    plain = load_tokenizer(str(train_bpe(tmp_path)))
     with pytest.raises(InputError, match="no chat template") as caught:
-        encode([Prompt("x", "here")], ByteTokenizer(), chat, system, 40)
+        encode([Prompt("x", "here")], plain, chat, system, 40)
     assert "--raw" in caught.value.hint and "--tokenizer" in caught.value.hint
 
 
