@@ -318,6 +318,26 @@ def test_no_such_model_no_hub_and_wrong_ids(online: Cli, hub: Hub, tmp_path: Pat
     assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
 
 
+def test_a_token_that_cannot_be_sent_is_not_shown(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    (tmp_path / "zero").write_bytes(b"hf_s3cr3t\0t0k3n")
+    (tmp_path / "latin").write_bytes(b"hf_s3cr3t\xfft0k3n")
+    zero, latin = ({"HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / name)} for name in ("zero", "latin"))
+    plain = {"HF_TOKEN": "hf_s3cr3t\u00e9t0k3n"}
+    for words, environment in (
+        (("hub", "pull", "some/model", "copy"), plain),
+        (("hub", "push", "hf", "some/model", "--debug"), plain),
+        (("cast-fp8", "some/model"), zero),
+        (("hub", "pull", "some/model", "--debug"), zero),
+        (("hub", "pull", "some/model"), latin),
+    ):
+        done = online(*words, **environment)
+        assert done.returncode == 3 and "has characters that no token has" in done.stderr, done.stderr
+        shown = done.stdout + done.stderr
+        assert "s3cr3t" not in shown and "t0k3n" not in shown, shown
+
+
 def test_the_card_inherits_and_tells_of_the_cast(online: Cli, tmp_path: Path) -> None:
     write_model(tmp_path / "hf", layers=1)
     assert online("cast-fp8", "hf", "--pow2-scale", "--device", "cpu").returncode == 0
