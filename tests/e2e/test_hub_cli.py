@@ -48,7 +48,7 @@ class Hub:
 
             def handle_any(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                path = self.path.split("?")[0]
+                path = self.path.split("?")[0].removeprefix("http://hub.invalid")  # asked as a proxy
                 hub.asked.append((self.command, path, self.headers.get("Authorization", "")))
                 if hub.refuse and self.command == "POST":
                     return self.answer(hub.refuse, b"{}")
@@ -194,6 +194,19 @@ def test_a_hub_id_stands_wherever_a_folder_does(online: Cli, hub: Hub, tmp_path:
     assert done.returncode == 0, done.stderr
     done = online("convert", "from-hf", "some/other", "native2", HF_HUB_OFFLINE="1")
     assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
+
+
+def test_hub_ids_where_folders_are_only_read_and_a_proxy(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    proxy = {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": hub.url, "NO_PROXY": ""}
+    done = online("convert", "verify", "some/model", **proxy)
+    assert done.returncode == 0 and "sound, bfloat16" in done.stdout, done.stderr
+    assert online("convert", "from-hf", "hf", "native").returncode == 0
+    done = online("convert", "to-hf", "native", "again", "--origin", "some/model", **proxy)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again/chat_template.jinja").read_text() == "{{ messages }}"
+    assert "base_model: some/model" in (tmp_path / "again/README.md").read_text()
 
 
 def test_a_broken_download_is_continued(online: Cli, hub: Hub, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ... import __version__
 from ...config.schema import ModelShape
 from ..export import Watch
 from ..staging import Staging, write_whole
-from ..weights import Weights
+from ..weights import Weights, stored_bytes
 from .dist import COMMON_FILE, CONFIG, METADATA, TRACKER
 from .names import EMBEDDING, FC1, FC2, HEAD, NORM, NORM1, NORM2, PROJ, QKV, heads_of
 
@@ -53,7 +53,7 @@ def export_megatron(weights: Weights, out: Path, watch: Watch = lambda done, tot
     Raises:
         InputError: `out` exists, no room, or NaN in a tensor (named).
     """
-    total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in weights.tensors.values())
+    total = stored_bytes(weights.tensors)
     files = _files(list(jobs(weights.shape, weights)), weights)
     plan = {"what": "megatron", "version": __version__, "source": str(weights.path.resolve())}
     done, items = 0, []
