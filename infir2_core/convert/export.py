@@ -26,7 +26,7 @@ from .safefile import Writer
 from .staging import Staging, check_out, copy_file, write_whole
 from .streams import Strip, in_parallel
 from .verify import require
-from .weights import Weights, rows_as, spans
+from .weights import Weights, rows_as, spans, stored_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 4 << 30
@@ -75,8 +75,7 @@ def export_hf(
     check_out(out, beside.origin)
     config = _config(weights.shape, dtype, beside.origin)
     shards = _shards({name: shape for name, (_, shape) in weights.tensors.items()}, target, shard_bytes)
-    total = sum(_bytes(weights.tensors[name]) for name in weights.tensors)
-    written = sum(math.prod(shape) * target.itemsize for _, shape in weights.tensors.values())
+    total, written = stored_bytes(weights.tensors), stored_bytes(weights.tensors, target)
     copies = sum((beside.origin / file).stat().st_size for file in beside.files()) if beside.origin else 0
     plan = {
         "what": "to-hf",

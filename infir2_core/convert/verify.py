@@ -23,10 +23,10 @@ from .folder import (
     SCALE,
     grid,
     known_extra,
+    links_outside,
     named_files,
     read_config,
     read_entries,
-    side_files,
     tensor_shapes,
     tied_trouble,
     weight_shape,
@@ -84,10 +84,7 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     verdict.tensors, verdict.nbytes = len(entries), sum(entry.nbytes for entry in entries.values())
     unnamed = sorted({p.name for p in folder.glob("*.safetensors")} - {e.file.name for e in entries.values()})
     verdict.problems += [f"{name} is in no entry of the index" for name in unnamed]
-    try:
-        list(side_files(folder))
-    except InputError as error:
-        verdict.problems.append(_line(error))
+    verdict.problems += links_outside(folder)
     if "auto_map" in config:
         verdict.problems.append("config.json: auto_map asks loaders to run code that comes with the weights")
     quantization = config.get("quantization_config")

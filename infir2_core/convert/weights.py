@@ -99,6 +99,11 @@ def spans(tensors: Layout, names: Iterable[str]) -> Iterator[tuple[str, Strip]]:
             yield name, strip
 
 
+def stored_bytes(tensors: Layout, dtype: torch.dtype | None = None) -> int:
+    """Bytes of all tensors, in `dtype` or as they are stored."""
+    return sum(math.prod(shape) * (dtype or stored).itemsize for stored, shape in tensors.values())
+
+
 def rows_as(weights: Weights, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
     """Rows of a tensor for a use in `dtype`: in bf16, the weights that training computed with where they are kept."""
     if dtype is torch.bfloat16 and isinstance(weights, NativeWeights):

@@ -78,6 +78,12 @@ def test_a_killed_cast_is_finished_by_the_same_command(run_cli: Cli, tmp_path: P
     [
         (["--force-pow-2-scale", "False"], 2, "no such option: --force-pow-2-scale"),
         (["--block", "128"], 2, "'128' is no block size"),
+        (["--block", "1e9"], 2, "'1e9' is no block size"),
+        (["--block", f"{10**30},128"], 2, "is no block size"),
+        (["--block", "\u0661\u00b2,128"], 2, "is no block size"),
+        (["--block", "1000000000,128"], 2, "1 to 1024 rows and columns, not 1000000000x128"),
+        (["--block", "128,1025"], 2, "1 to 1024 rows and columns, not 128x1025"),
+        (["--block", "0,128"], 2, "1 to 1024 rows and columns, not 0x128"),
         (["--keep", "lm_haed"], 2, "matches no linear layer"),
     ],
 )

@@ -98,6 +98,31 @@ def test_float32_scales_equal_transformers_quantiser(tmp_path: Path) -> None:
         assert same.any() and (codes.int() - theirs_codes.int()).abs().max() <= 1  # elsewhere, a rounding may tip
 
 
+@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "edge blocks"])
+def test_float32_scales_equal_llm_compressors_fp8_block(tmp_path: Path, sizes: dict[str, int]) -> None:
+    """It computes scales in the dtype of the weights, so it gets the same values in float32."""
+    compressor = pytest.importorskip("llmcompressor", reason="needs an environment with llmcompressor in it")
+    quantization = pytest.importorskip("llmcompressor.modifiers.quantization")
+    write_model(tmp_path / "hf", sizes=sizes)
+    make(tmp_path / "hf", tmp_path / "fp8")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    scheme = quantization.QuantizationModifier(targets="Linear", scheme="FP8_BLOCK", ignore=["lm_head"])
+    compressor.oneshot(model=model, recipe=scheme)
+    model.save_pretrained(tmp_path / "theirs", save_compressed=True)
+    written, theirs = tensors(tmp_path / "fp8"), tensors(tmp_path / "theirs")
+    names = [name for name, tensor in theirs.items() if tensor.dtype == FP8]
+    assert sorted(names) == sorted(name for name, tensor in written.items() if tensor.dtype == FP8)
+    for name in names:
+        scale, expected = written[name + "_scale_inv"], theirs[name + "_scale"]
+        assert expected.dtype == torch.float32
+        assert (scale.view(torch.int32) - expected.view(torch.int32)).abs().max() <= 1
+        rows, columns = written[name].shape
+        same = (scale == expected).repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        codes, theirs_codes = written[name].view(torch.uint8).int(), theirs[name].view(torch.uint8).int()
+        assert torch.equal(codes[same], theirs_codes[same]), name
+        assert same.any() and (codes - theirs_codes).abs().max() <= 1  # elsewhere, a rounding may tip
+
+
 @pytest.mark.parametrize("pow2", [True, False])
 @pytest.mark.parametrize("shard", ["5GB", "400KB"])
 def test_transformers_loads_the_folder_and_computes_what_its_weights_say(

@@ -178,6 +178,22 @@ def test_links_of_the_hub_cache_are_followed_and_others_are_not(folders: Path, t
     assert "a link that leaves the folder" in verify(snapshot).problems[0]
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", ".hidden", "extra/x.gguf", "notes.md", "deeper"])
+def test_no_link_of_any_name_leaves_the_folder(folders: Path, tmp_path: Path, name: str) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(folders / "one-fp8", tmp_path / "fp8"))
+    link = folder / name
+    link.symlink_to(folder / "config.json")
+    assert verify(folder).problems == []
+    for target, words in ((tmp_path, "that leaves the folder"), (link, "leads nowhere"), ("gone", "leads nowhere")):
+        link.unlink()
+        link.symlink_to(target)
+        assert verify(folder).problems[0].startswith(f"{name} is a link "), target
+        with pytest.raises(InputError, match=words):
+            require(folder, values=False)
+
+
 def test_a_folder_that_is_not_there() -> None:
     with pytest.raises(InputError, match="no such folder"):
         verify(Path("/nonexistent"))

@@ -6,7 +6,7 @@ Only what differs from the preset of the size is written, so that a project file
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,8 @@ from ...config.presets import list_presets, load_preset
 from ...errors import InputError
 from .arguments import MODEL, PADDING
 from .dist import DistCheckpoint, find_iteration
-from .scripts import UNREAD, read_script
+from .scripts import Script, read_script
+from .shell import UNREAD
 
 # Megatron's name -> ours in [cpt]; the value is taken as it is.
 CARRIED = {
@@ -65,6 +66,7 @@ IMPLIED: dict[str, tuple[Any, ...]] = {
     "use_mcore_models": (True,),
     "optimizer": ("adam",),
 }
+SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # environment variable of TransformerEngine
 _NO_STAGE = "settings of {stage}: this version has no [{stage}] section"
 
 
@@ -102,23 +104,39 @@ def from_script(path: Path) -> Imported:
         if not Path(name).is_file():
             size = next((p.size for p in list_presets() if f"qwen2.5-{p.size}.sh" == Path(name).name.lower()), "")
             values.setdefault("_size", size)
-    fp32 = script.variables.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
+    scales = {launch.variables.get(SCALES) == "1" for launch in script.launches}
     given = set(values)
     if stage == "cpt":
         values = {name: _value([text]) for name, text in DEFAULTS.items()} | values
-    unread = {
-        {"fp8_format": "fp8"}.get(name, name): f"its value is known only when the script runs ({' '.join(words)})"
-        for name, words in script.flags.items()
-        if any(map(UNREAD.search, words))
-    }
+    unread = _unread(script)
+    if len(scales) > 1:
+        unread["fp8"] = f"the launches differ in {SCALES}"
     values = {name: value for name, value in values.items() if name not in unread}
-    imported = _import(values, str(path), stage, fp32, given - set(unread), unread)
+    imported = _import(values, str(path), stage, True in scales, given - set(unread), unread, script.conditional)
+    places = ", ".join(launch.where for launch in script.launches)
+    if len(script.launches) > 1:
+        imported.notes.append(f"{script.program} is started at {places}: what these agree in is taken")
+    elif script.launches[0].conditional:
+        imported.notes.append(f"whether {script.program} is started at {places} depends on a condition or a loop")
     if script.conditional:
         listed = ", ".join(script.conditional)
         imported.notes.append(f"not carried over, as they depend on a condition or a loop: {listed}")
     missing = [name for name in script.sourced if not Path(name).is_file()]
     imported.notes += [f"{name}, which the script reads in, is not there" for name in missing]
     return imported
+
+
+def _unread(script: Script) -> dict[str, str]:
+    """Flags whose values a script leaves open, with the reason."""
+    found = {
+        name: f"its value is known only when the script runs ({' '.join(values)})"
+        for name, values in script.flags.items()
+        if any(map(UNREAD.search, values))
+    }
+    for name, choices in script.differing.items():
+        shown = (("absent" if values is None else " ".join(values) or "given") for values in choices)
+        found[name] = f"the launches differ in it ({'; '.join(dict.fromkeys(shown))})"
+    return {{"fp8_format": "fp8"}.get(name, name): reason for name, reason in found.items()}
 
 
 def from_checkpoint(folder: Path) -> Imported:
@@ -160,9 +178,10 @@ def _import(
     fp32: bool,
     given: set[str],
     unread: Mapping[str, str] = MappingProxyType({}),
+    conditional: Sequence[str] = (),
 ) -> Imported:
     found = Imported(origin, stage, left=dict(unread))
-    found.size = values.pop("_size", "") or _size(values, origin)
+    found.size = values.pop("_size", "") or _size(values, origin, conditional)
     preset = load_preset(found.size)
     taken = set(SHAPE) | {"_size"}
     taken |= {name for name, allowed in IMPLIED.items() if name in values and values[name] in allowed}
@@ -186,10 +205,12 @@ def _import(
     return found
 
 
-def _size(values: dict[str, Any], origin: str) -> str:
+def _size(values: dict[str, Any], origin: str, conditional: Sequence[str]) -> str:
     shape = {ours: values[theirs] for theirs, ours in SHAPE.items() if theirs in values}
     if len(shape) < 3:
         hint = "infir2 init --size SIZE writes a project file to fill in"
+        if place := next((text.split("=")[0] for text in conditional if "--hidden-size" in text), ""):
+            hint = f"assign {place} without a condition in a copy of the script, or: {hint}"
         raise InputError("nothing says which model this trains (num-layers, hidden-size ...)", origin, hint)
     for preset in list_presets():
         if all(getattr(preset.model, name) == value for name, value in shape.items()):
