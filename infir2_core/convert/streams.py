@@ -19,7 +19,8 @@ from torch import Tensor
 from ..errors import InputError
 
 T = TypeVar("T")
-STRIP = 1 << 18  # elements of a strip on a CPU: its temporaries stay in the cache
+STRIP = 1 << 18  # elements of a strip that a CPU computes with: its temporaries stay in the cache
+PASSING = 1 << 20  # of one that is only looked at or copied: fewer turns of the interpreter
 DEVICE_STRIP = 1 << 26  # on a GPU: large enough to fill it
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -34,9 +35,8 @@ class Strip:
     nbytes: int
 
 
-def strips(rows: int, row_elements: int, row_bytes: int, multiple: int = 1, device: str = "cpu") -> Iterator[Strip]:
-    """Cuts `rows` into strips of about `STRIP` elements whose borders are multiples of `multiple` rows."""
-    elements = STRIP if device == "cpu" else DEVICE_STRIP
+def strips(rows: int, row_elements: int, row_bytes: int, multiple: int = 1, elements: int = PASSING) -> Iterator[Strip]:
+    """Cuts `rows` into strips of about `elements` elements whose borders are multiples of `multiple` rows."""
     step = max(1, elements // max(1, row_elements * multiple)) * multiple
     for first in range(0, rows, step):
         count = min(step, rows - first)

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.gpu
 PYTHON, MODEL = os.environ.get("INFIR2_SGLANG_PYTHON", ""), os.environ.get("INFIR2_SGLANG_MODEL", "")
 OPTIONS = (
     "--dtype bfloat16 --attention-backend triton --sampling-backend pytorch --grammar-backend none "
-    "--fp8-gemm-backend triton --disable-cuda-graph --mem-fraction-static 0.3 --skip-server-warmup"
+    "--fp8-gemm-backend triton --disable-cuda-graph --mem-fraction-static 0.3 --skip-server-warmup "
+    # Short chunks, cut elsewhere in a batch than alone: whole prompts give the same bits at every batch size.
+    "--chunked-prefill-size 96"
 ).split()
 READY_S = 600.0
 
@@ -127,4 +129,4 @@ def test_served_log_probabilities_are_those_of_our_forward(tmp_path: Path, rule:
     _, best, gap = found[used]
     assert torch.equal(chosen[gap > 0.1], best[gap > 0.1])
     assert deltas[used] <= 0.05
-    assert deltas[used] <= 2 * max(noise, 5e-4)  # a server may be exactly repeatable over batch sizes
+    assert deltas[used] <= 2 * noise
