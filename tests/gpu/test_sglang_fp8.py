@@ -98,9 +98,10 @@ def reference(
     load_hf(model, folder)
     with torch.no_grad():
         logits = [model.logits(rows_to_batch([torch.tensor(row)]).to("cuda")) for row in rows]
-    scores = torch.cat(logits).log_softmax(-1).cpu()
+    # The server multiplies by the head in bf16 and takes its softmax of what that leaves.
+    scores = torch.cat(logits).bfloat16().float().log_softmax(-1).cpu()
     targets = torch.cat([torch.tensor(row[1:]) for row in rows])
-    best = scores.topk(2)
+    best = torch.cat(logits).log_softmax(-1).cpu().topk(2)
     return scores.gather(1, targets[:, None])[:, 0], best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
