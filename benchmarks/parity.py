@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> None:
     processes: dict[str, subprocess.Popen[bytes]] = {}
     deadline = time.monotonic() + 60 * args.minutes
     if args.warm:
-        extra = ("--steps", str(args.warm), "--decay-steps", "0", "--eval-every", str(args.warm))
+        extra = ("--from-scratch", "--steps", str(args.warm), "--decay-steps", "0", "--eval-every", str(args.warm))
+        extra += ("--save-every", str(args.warm))
         starts = [  # another seed, so that the arms read text in an order of their own
             start(args, "bf16", 100 + seed, f"start-s{seed}", i % args.cards, *extra)
             for i, seed in enumerate(args.seeds)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         # The control takes the card that a study of three seeds on four cards leaves free.
         group = len(args.seeds) if recipe == args.control else args.seeds.index(seed)
         group = number if args.spread else group
-        extra = ("--from", str(Path(args.runs) / f"start-s{seed}")) if args.warm else ()
+        extra = ("--from", str(Path(args.runs) / f"start-s{seed}")) if args.warm else ("--from-scratch",)
         processes[name_of(recipe, seed)] = start(args, recipe, seed, name_of(recipe, seed), group % args.cards, *extra)
     while time.monotonic() < deadline and any(p.poll() is None for p in processes.values()):
         time.sleep(1)
