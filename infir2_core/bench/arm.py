@@ -9,14 +9,15 @@ interleaved. A step begins with the batch on the device and ends with weights th
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -115,11 +116,11 @@ def by_phase(intervals: list[float]) -> dict[str, list[float]]:
     return {phase: intervals[i::marks] for i, phase in enumerate(PHASES)}
 
 
-def since_start() -> float:
-    """Seconds since this process was started."""
+def since_start(waited: float) -> float:
+    """Seconds since this process was started, without those in which it waited for its turn."""
     import psutil
 
-    return time.time() - psutil.Process().create_time()
+    return time.time() - psutil.Process().create_time() - waited
 
 
 def text_tokens(count: int) -> list[int]:
@@ -132,8 +133,8 @@ def text_tokens(count: int) -> list[int]:
     return list((found * (count // len(found) + 1))[:count])
 
 
-def measure(spec: ArmSpec) -> ArmTimes:
-    """Runs one arm in this process."""
+def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
+    """Runs one arm in this process, which waited so many seconds for its turn."""
     import torch
 
     from ..config.presets import load_preset
@@ -176,7 +177,7 @@ def measure(spec: ArmSpec) -> ArmTimes:
             torch.nn.init.normal_(parameter, std=preset.cpt.init_std)
     ledger.start()
     engine.train_step([next(batches)], preset.cpt.lr).result()
-    first_step_s = since_start()
+    first_step_s = since_start(waited)
     ran: dict[str, set[str]] = {}
     for gemm, operands, implementation in ledger.stop():
         ran.setdefault(f"{gemm} {operands}", set()).add(implementation)
@@ -224,8 +225,18 @@ def show(times: ArmTimes) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    fields: dict[str, Any] = json.loads(sys.argv[1])
-    show(guarded(lambda: measure(ArmSpec(**fields))))
+    from .child import wait
+
+    spec = ArmSpec(**json.loads(sys.argv[1]))
+    waited = wait(_import)
+    show(guarded(lambda: measure(spec, waited)))
+
+
+def _import() -> None:
+    """Everything that takes long to import, none of which touches the card."""
+    for name in ("..engines.native", "..ops.hopper.attention"):
+        with suppress(Exception):  # missing or broken libraries are told where they are used
+            importlib.import_module(name, __package__)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ BF16. What the paper's repository reports is put beside it, and called comparabl
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any
 
 from ..errors import InputError, MachineError
 from .arm import PHASES, ArmSpec, ArmTimes
+from .child import Child
 
 OURS, PEER = "infir2_core.bench.arm", "infir2_core.bench.peer"
 
@@ -100,15 +98,29 @@ def run(chosen: list[Arm], turns: int, note: Callable[[str], None] = lambda text
         MachineError: no arm fits the card.
     """
     times: dict[str, list[ArmTimes]] = {arm.name: [] for arm in chosen}
-    for turn in range(turns):
-        for arm in chosen:
+    order = [(turn, arm) for turn in range(turns) for arm in chosen]
+    ready: dict[int, Child] = {}
+
+    def start(number: int) -> None:
+        turn, arm = order[number]
+        profile = arm.spec.profile and turn == turns - 1
+        ready[number] = Child(arm.module, dataclasses.replace(arm.spec, profile=profile))
+
+    try:
+        for number, (turn, arm) in enumerate(order):
             if times[arm.name] and times[arm.name][-1].failed:
                 continue
             note(f"turn {turn + 1} of {turns}: {arm.name}")
-            last = turn == turns - 1
-            times[arm.name].append(
-                _process(arm.module, dataclasses.replace(arm.spec, profile=arm.spec.profile and last))
-            )
+            if number not in ready:
+                start(number)
+            ready[number].tell()
+            if number + 1 < len(order) and arm.spec.device != "cpu":
+                start(number + 1)  # it imports while this one has the card
+            times[arm.name].append(ready[number].result())
+            del ready[number]
+    finally:
+        for child in ready.values():
+            child.end()
     rows = [summarise(arm.name, arm.spec, times[arm.name]) for arm in chosen]
     if all(row.failed for row in rows):
         hint = "fewer --layers, a shorter --seq-len, fewer --rows, or --recompute full"
@@ -168,14 +180,3 @@ def not_comparable(row: dict[str, Any], rows: int, layers: int, card: str) -> li
     if card not in row["card"]:
         reasons.append(row["card"])
     return [*reasons, "several microbatches a step, number not published"]
-
-
-def _process(module: str, spec: ArmSpec) -> ArmTimes:
-    command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(spec))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    last = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), "")
-    if done.returncode or not last:
-        # The other arms' results must not be lost with this one's.
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        return ArmTimes(failed=f"{module} ended with {done.returncode}:\n{tail}")
-    return ArmTimes(**json.loads(last))

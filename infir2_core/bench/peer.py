@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 from .arm import ArmSpec, ArmTimes, Clock, by_phase, guarded, show, since_start, text_tokens
+from .child import wait
 
 PACKAGES = ("transformer-engine", "megatron-core")
 
@@ -29,7 +30,7 @@ def missing() -> list[str]:
     return [package for package, module in modules.items() if find_spec(module) is None]
 
 
-def measure(spec: ArmSpec) -> ArmTimes:
+def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
     """Runs the peer; `spec.recipe` is `bf16`, `fp8` (blockwise E4M3, FP8 parameters) or `fp8-lean`."""
     os.environ |= {
         "RANK": "0",
@@ -69,7 +70,7 @@ def measure(spec: ArmSpec) -> ArmTimes:
         losses.append(loss.detach())
         if step == 0:
             losses[0].item()
-            made.first_step_s = since_start()
+            made.first_step_s = since_start(waited)
     # Read at the end, as ours are: between steps nothing waits for the device.
     made.ms = by_phase(clock.intervals())
     made.losses = [float(loss) for loss in losses[-spec.steps :]]
@@ -165,8 +166,14 @@ def _build(spec: ArmSpec) -> tuple[Any, Any]:
 
 def main() -> None:
     """Entry point of the process."""
-    fields: dict[str, Any] = json.loads(sys.argv[1])
-    show(guarded(lambda: measure(ArmSpec(**fields))))
+    spec = ArmSpec(**json.loads(sys.argv[1]))
+    waited = wait(_import)
+    show(guarded(lambda: measure(spec, waited)))
+
+
+def _import() -> None:
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
 
 
 if __name__ == "__main__":
