@@ -27,7 +27,7 @@ from .cast_plan import CastPlan
 from .folder import SCALE, grid
 from .safefile import Entry, Reader, Writer
 from .staging import Staging, copy_file, write_whole
-from .streams import STRIP, Strip, check_finite, in_parallel, strips
+from .streams import STRIP, Strip, check_finite, in_parallel, rounded, strips
 from .verify import require
 
 REPORT = "cast_report.json"
@@ -148,6 +148,7 @@ def _cast_shard(
         if entry.name not in chosen:
             writer.write(entry.name, rows, strip.first)
             return strip.nbytes
+        rows = rounded(rows, torch.bfloat16, entry.name, str(entry.file))
         codes, scales = _quantised(rows, plan, device, sums[entry.name])
         writer.write(entry.name, codes, strip.first)
         writer.write(entry.name + SCALE, scales, strip.first // height)
@@ -176,14 +177,14 @@ def _cast_shard(
 
 
 def _quantised(rows: Tensor, plan: CastPlan, device: str, sums: Sums) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and scales [R / height, C / width] of some rows of a weight, on the CPU."""
+    """Codes [R, C] and scales [R / height, C / width] of some bf16 rows of a weight, on the CPU."""
     quant, width = QuantPlan(row=plan.rule.spec), plan.block[1]
     codes = torch.empty(rows.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(grid(tuple(rows.shape), plan.block), dtype=torch.float32)
     # On a CPU in pieces of a few columns, whose temporaries stay in the cache.
     piece = rows.shape[1] if device != "cpu" else max(1, STRIP // max(1, rows.shape[0] * width)) * width
     for first in range(0, rows.shape[1], piece):
-        weight = rows[:, first : first + piece].to(device).to(torch.bfloat16)
+        weight = rows[:, first : first + piece].to(device)
         wide = weight.float()
         made = quantize(wide if device == "cpu" else weight, quant).row  # a CPU computes in float32 anyway
         assert made is not None

@@ -8,6 +8,7 @@ flag, neither value is taken. Here-documents are text, unless a shell reads them
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,7 @@ def read_script(path: Path) -> Script:
     Raises:
         InputError: it is missing, is no text, has an unclosed quote, or starts none or several of `PROGRAMS`.
     """
-    reader = _Reader(files=[path.resolve()])
+    reader = _Reader(files=[os.path.realpath(path)])
     reader.read(read_text(path), path)
     launches = [launch for launch in reader.launches if launch.flags] or reader.launches
     if not launches:
@@ -145,7 +146,7 @@ class _Reader:
     passed: list[str] = field(default_factory=list)  # here-documents that name a program and that no shell reads
     functions: dict[str, tuple[list[Statement], Path, int]] = field(default_factory=dict)
     blocks: list[_Block] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)  # that are being read in, so that none reads itself
+    files: list[str] = field(default_factory=list)  # that are being read in, so that none reads itself
     opened: int = 0
     depth: int = 0
 
@@ -254,8 +255,8 @@ class _Reader:
         elif command[0] in ("source", ".") and len(command) > 1:
             self.sourced.append(command[1])
             target = Path(command[1])
-            if target.is_file() and target.resolve() not in self.files:
-                self.files.append(target.resolve())
+            if target.is_file() and os.path.realpath(target) not in self.files:
+                self.files.append(os.path.realpath(target))
                 self.read(read_text(target), target)
                 self.files.pop()
         elif command[0] in self.functions and self.depth <= _DEPTH:
