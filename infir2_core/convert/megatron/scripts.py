@@ -29,6 +29,7 @@ _GROUP = re.compile(r"(?:(?:then|else|do|!|time)\s+)*\{(?:\s|$)")
 _CASE = re.compile(r"case\s.*?\sin(?:\s+|$)", re.DOTALL)
 _PATTERN = re.compile(r"\(?(?:[^()\"']|\"[^\"]*\"|'[^']*')*\)\s*")
 _DEPTH = 4  # of files, here-documents and commands inside of commands
+_STATEMENTS = 100_000  # in all, functions that are called again counted again
 
 Place = tuple[tuple[int, int], ...]  # (block, branch of it) from the outermost to the innermost
 
@@ -148,6 +149,7 @@ class _Reader:
     blocks: list[_Block] = field(default_factory=list)
     files: list[str] = field(default_factory=list)  # that are being read in, so that none reads itself
     opened: int = 0
+    followed: int = 0
     depth: int = 0
 
     def read(self, text: str, path: Path, above: int = 0) -> None:
@@ -170,7 +172,10 @@ class _Reader:
 
     def _followed(self, statement: Statement, path: Path, above: int, assigned: bool) -> bool:
         where = f"{path}:{above + statement.line}"
+        self.followed += 1
         try:
+            if self.followed > _STATEMENTS:
+                raise ValueError(f"it goes on for more than {_STATEMENTS:,} statements")
             return self._statement(statement, path, above, assigned)
         except ValueError as error:
             raise InputError(f"the script cannot be read: {error}", where) from error
