@@ -27,7 +27,7 @@ from .cast_plan import CastPlan
 from .folder import SCALE, grid
 from .safefile import Entry, Reader, Writer
 from .staging import Staging, copy_file, write_whole
-from .streams import DEVICE_STRIP, PASSING, STRIP, Strip, check_finite, in_parallel, strips
+from .streams import DEVICE_STRIP, PASSING, STRIP, Strip, check_finite, in_parallel, rounded, strips
 from .verify import require
 
 REPORT = "cast_report.json"
@@ -150,6 +150,7 @@ def _cast_shard(
         if entry.name not in chosen:
             writer.write(entry.name, rows, strip.first)
             return strip.nbytes
+        rows = rounded(rows, torch.bfloat16, entry.name, str(entry.file))
         codes, scales = _quantised(rows, plan, sums[entry.name])
         writer.write(entry.name, codes, strip.first)
         writer.write(entry.name + SCALE, scales, strip.first // height)
@@ -178,7 +179,7 @@ def _cast_shard(
 
 
 def _quantised(rows: Tensor, plan: CastPlan, sums: Sums) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and scales [R / height, C / width] of some rows of a weight, on the CPU."""
+    """Codes [R, C] and scales [R / height, C / width] of some bf16 rows of a weight, on the CPU."""
     quant, width = QuantPlan(row=plan.rule.spec), plan.block[1]
     if rows.is_cuda:
         return _piece(rows, quant, sums)
@@ -194,9 +195,8 @@ def _quantised(rows: Tensor, plan: CastPlan, sums: Sums) -> tuple[Tensor, Tensor
 
 
 def _piece(rows: Tensor, quant: QuantPlan, sums: Sums) -> tuple[Tensor, Tensor]:
-    weight = rows.to(torch.bfloat16)
-    wide = weight.float()
-    made = quantize(weight if rows.is_cuda else wide, quant).row  # a CPU computes in float32 anyway
+    wide = rows.float()
+    made = quantize(rows if rows.is_cuda else wide, quant).row  # a CPU computes in float32 anyway
     assert made is not None
     sums.add(wide, made.dequantize(), made.data, made.scale)
     return made.data.cpu(), made.scale.cpu()

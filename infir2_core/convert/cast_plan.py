@@ -166,6 +166,8 @@ def read_recipe(folder: Path) -> Recipe | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"the recipe cannot be read: {error}", str(path), "remove it, or copy it again") from error
+    if not isinstance(content, dict):
+        raise InputError("the recipe is not an object", str(path), "remove it, or copy it again")
     return from_json(content, str(path))
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import __version__
 from ..config.hf_config import shape_from_hf, shape_to_hf
@@ -24,7 +23,7 @@ from ..model.hf import INDEX, SINGLE
 from .folder import read_config, side_files, tensor_shapes, weight_shape
 from .safefile import Writer
 from .staging import Staging, check_out, copy_file, write_whole
-from .streams import Strip, in_parallel
+from .streams import Strip, in_parallel, rounded
 from .verify import require
 from .weights import Weights, rows_as, spans, stored_bytes
 
@@ -175,7 +174,7 @@ def copy_tensors(
     def work(item: tuple[str, Strip]) -> int:
         name, strip = item
         rows = rows_as(weights, name, strip.first, strip.count, dtype)
-        writer.write(names[name], rounded(rows, dtype, name), strip.first)
+        writer.write(names[name], rounded(rows, dtype, name, "--dtype"), strip.first)
         return strip.nbytes
 
     writer, whole = Writer(path, {to: (dtype, weights.tensors[name][1]) for name, to in names.items()}), False
@@ -184,15 +183,3 @@ def copy_tensors(
         whole = True
     finally:
         writer.close(sync=whole)
-
-
-def rounded(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Finite `rows` in `dtype`; InputError when that makes one of them infinite."""
-    if rows.dtype == dtype:
-        return rows.contiguous()
-    made = rows.to(dtype)
-    if not bool(torch.isfinite(made).all()):
-        largest = float(rows.abs().max())
-        what = f"'{name}' has the value {largest:g}, which {str(dtype).removeprefix('torch.')} cannot hold"
-        raise InputError(what, "--dtype", "--dtype bfloat16, or float32")
-    return made.contiguous()

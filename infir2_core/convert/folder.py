@@ -105,8 +105,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not folder.is_dir():
         raise InputError("there is no such folder", str(folder), "give a Hugging Face folder or a hub id")
+    if file.exists() and not file.is_file():
+        raise InputError("config.json is no file", str(file), "download the model again")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # halves of characters, which nobody could write again
     except FileNotFoundError:
         raise InputError("this is no Hugging Face model: it has no config.json", str(folder)) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.source import open_native
+from ..config.toml import read_text
 from ..data.byte_files import byte_files
 from ..data.tokenizer import BYTE
 from ..precision.recipe import Recipe, list_recipes, load_recipe
@@ -78,4 +79,4 @@ def _tokenizer(reference: str) -> dict[str, str]:
     if folder is None or not (folder / "tokenizer.json").is_file():
         return {}
     extra = (*TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
-    return {name: (folder / name).read_text(encoding="utf-8") for name in extra if (folder / name).is_file()}
+    return {name: read_text(folder / name) for name in extra if (folder / name).is_file()}

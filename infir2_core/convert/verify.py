@@ -7,6 +7,7 @@ shows all of them; `require` turns what was found into one error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +217,7 @@ def _check_values(entries: dict[str, Entry], quantization: Any, verdict: Verdict
 
     def items() -> Any:
         for entry in sorted(entries.values(), key=lambda e: (e.file.name, e.start)):
-            width = max(1, entry.nbytes // max(1, entry.rows * entry.dtype.itemsize))
+            width = math.prod(entry.row_shape)
             for strip in strips(entry.rows, width, width * entry.dtype.itemsize):
                 yield entry, strip
 

@@ -163,6 +163,18 @@ def test_speed_and_memory_of_a_cast(tmp_path: Path) -> None:
     assert peak < 0.5 * nbytes, f"{peak / 1e6:.0f} MB for a model of {nbytes / 1e6:.0f} MB"
 
 
+def test_file_names_that_are_no_text(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    odd = os.fsencode(tmp_path / "hf") + b"/\xff.txt"
+    Path(os.fsdecode(odd)).write_text("kept")
+    done = run_cli("cast-fp8", "hf", "--dry-run", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and "\udcff.txt" in json.loads(done.stdout)["side_files"], done.stderr
+    assert run_cli("cast-fp8", "hf", "--device", "cpu", cwd=tmp_path).returncode == 0
+    assert Path(os.fsdecode(odd.replace(b"/hf/", b"/hf-fp8/"))).read_text() == "kept"
+    done = run_cli("cast-fp8", "hf", "x" * 300, cwd=tmp_path)
+    assert done.returncode == 3 and "file name too long" in done.stderr
+
+
 def test_the_folder_one_stands_in(run_cli: Cli, tmp_path: Path) -> None:
     write_model(tmp_path / "model", layers=1)
     done = run_cli("cast-fp8", ".", cwd=tmp_path / "model")

@@ -172,6 +172,8 @@ def test_bf16_scripts_get_the_recipe_without_fp8(tmp_path: Path) -> None:
         ("torchrun pretrain_gpt.py --lr 1e-4\n", "nothing says which model"),
         ("torchrun pretrain_gpt.py --num-layers 5 --hidden-size 6 --ffn-hidden-size 7\n", "fits none of the sizes"),
         ('A="unclosed\ntorchrun pretrain_gpt.py\n', "cannot be read: No closing quotation"),
+        ("A=0123456789\n" + "A=$A$A\n" * 60 + "torchrun pretrain_gpt.py --x $A\n", "more than 1,048,576 characters"),
+        (f"f() {{ {'f; ' * 200}}}\nf\ntorchrun pretrain_gpt.py --x\n", "more than 100,000 statements"),
     ],
 )
 def test_scripts_that_say_too_little(tmp_path: Path, text: str, words: str) -> None:
@@ -231,6 +233,11 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
         ("f() { f; python train.py --x 5; }; f", {"x": ["5"]}),
         ("function run { python train.py --x $A; }\nA=5\nrun", {"x": ["5"]}),
         ("bash -c 'cd /code && python train.py --x 5 | tee log'", {"x": ["5"]}),
+        (
+            "A=$((-7 / 2))\npython train.py --x $A --y $((-7 % 3)) --z $((7 - 8 * 2))",
+            {"x": ["-3"], "y": ["-1"], "z": ["-9"]},
+        ),
+        ("A=$((9223372036854775807 + 1))\npython train.py --x=$A", {"x": ["-9223372036854775808"]}),
         ('A=5; CMD="python train.py --x $A"; eval "$CMD"', {"x": ["5"]}),
         ("echo python train.py --x 4; pkill -f train.py; python train.py --x 5", {"x": ["5"]}),
     ],

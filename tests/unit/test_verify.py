@@ -164,6 +164,19 @@ def test_index_entries(folders: Path, tmp_path: Path, entry: object) -> None:
     assert f"'model.norm.weight' is in {home}, the index names it" in verify(folder).problems[0]
 
 
+def test_tensors_without_elements_are_no_work(folders: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(folders / "one", tmp_path / "broken"))
+    file = folder / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    header["none"] = {"dtype": "BF16", "shape": [10**30, 0], "data_offsets": [0, 0]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
+    assert verify(folder).problems == ["tensor 'none' has no place in this model"]
+
+
 def test_links_of_the_hub_cache_are_followed_and_others_are_not(folders: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/1234"
     blobs.mkdir(parents=True)

@@ -8,6 +8,7 @@ flag, neither value is taken. Here-documents are text, unless a shell reads them
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ _GROUP = re.compile(r"(?:(?:then|else|do|!|time)\s+)*\{(?:\s|$)")
 _CASE = re.compile(r"case\s.*?\sin(?:\s+|$)", re.DOTALL)
 _PATTERN = re.compile(r"\(?(?:[^()\"']|\"[^\"]*\"|'[^']*')*\)\s*")
 _DEPTH = 4  # of files, here-documents and commands inside of commands
+_STATEMENTS = 100_000  # in all, functions that are called again counted again
 
 Place = tuple[tuple[int, int], ...]  # (block, branch of it) from the outermost to the innermost
 
@@ -101,7 +103,7 @@ def read_script(path: Path) -> Script:
     Raises:
         InputError: it is missing, is no text, has an unclosed quote, or starts none or several of `PROGRAMS`.
     """
-    reader = _Reader(files=[path.resolve()])
+    reader = _Reader(files=[os.path.realpath(path)])
     reader.read(read_text(path), path)
     launches = [launch for launch in reader.launches if launch.flags] or reader.launches
     if not launches:
@@ -145,8 +147,9 @@ class _Reader:
     passed: list[str] = field(default_factory=list)  # here-documents that name a program and that no shell reads
     functions: dict[str, tuple[list[Statement], Path, int]] = field(default_factory=dict)
     blocks: list[_Block] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)  # that are being read in, so that none reads itself
+    files: list[str] = field(default_factory=list)  # that are being read in, so that none reads itself
     opened: int = 0
+    followed: int = 0
     depth: int = 0
 
     def read(self, text: str, path: Path, above: int = 0) -> None:
@@ -169,7 +172,10 @@ class _Reader:
 
     def _followed(self, statement: Statement, path: Path, above: int, assigned: bool) -> bool:
         where = f"{path}:{above + statement.line}"
+        self.followed += 1
         try:
+            if self.followed > _STATEMENTS:
+                raise ValueError(f"it goes on for more than {_STATEMENTS:,} statements")
             return self._statement(statement, path, above, assigned)
         except ValueError as error:
             raise InputError(f"the script cannot be read: {error}", where) from error
@@ -254,8 +260,8 @@ class _Reader:
         elif command[0] in ("source", ".") and len(command) > 1:
             self.sourced.append(command[1])
             target = Path(command[1])
-            if target.is_file() and target.resolve() not in self.files:
-                self.files.append(target.resolve())
+            if target.is_file() and os.path.realpath(target) not in self.files:
+                self.files.append(os.path.realpath(target))
                 self.read(read_text(target), target)
                 self.files.pop()
         elif command[0] in self.functions and self.depth <= _DEPTH:

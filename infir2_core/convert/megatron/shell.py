@@ -20,9 +20,17 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _BRACED = re.compile(r"(\w+)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
 UNREAD = re.compile(r"\$[({\d]|`")  # in a value: what only running the script would tell
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+LONGEST = 1 << 20  # characters of a value; a few lines that double one would fill the memory
+
+
+def _quotient(a: int, b: int) -> int:
+    """Rounded towards zero, as shells divide."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv, ast.Mod: operator.mod,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
 }  # fmt: skip
 
 
@@ -207,7 +215,11 @@ def words(text: str, variables: dict[str, str]) -> list[str]:
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
-    """`text` with variables and arithmetic put in; those that are not set are empty."""
+    """`text` with variables and arithmetic put in; those that are not set are empty.
+
+    Raises:
+        ValueError: that makes more than `LONGEST` characters.
+    """
     text = re.sub(r'"?\$(?:[@*]|\{[@*]\})"?', "", text)
     parts, position = [], 0
     while (start := text.find("$", position)) >= 0:
@@ -223,6 +235,8 @@ def expand(text: str, variables: dict[str, str]) -> str:
             parts.append("$")
         position = end
     text = "".join(parts) + text[position:]
+    if len(text) > LONGEST:
+        raise ValueError(f"a value has more than {LONGEST:,} characters")
     return _ARITHMETIC.sub(lambda match: _arithmetic(match[1], variables), text)
 
 
@@ -255,7 +269,8 @@ def _arithmetic(text: str, variables: dict[str, str]) -> str:
 
     def evaluate(node: ast.AST) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+            value = _OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+            return (value + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as shells have
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -evaluate(node.operand)
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
