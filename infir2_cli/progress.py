@@ -23,6 +23,7 @@ from rich.progress import (
 from . import output
 
 PLAIN_EVERY_S = 15.0
+SHOWN = 100  # characters of an answer
 
 
 class TrainingView:
@@ -86,6 +87,12 @@ class TrainingView:
     def evaluated(self, record: dict[str, Any]) -> None:
         """A validation."""
         self._write(f"step {record['step']}: validation loss {record['loss']:.4f}", show=True)
+
+    def sampled(self, record: dict[str, Any]) -> None:
+        """An answer to a fixed prompt: its beginning, one line; all of it is in samples.jsonl."""
+        text = " ".join(record["completion"].split())
+        end = "" if record["finish"] == "stop" else f" (cut at {record['tokens']} tokens)"
+        self._write(f"  answers: {text[:SHOWN]}{'...' if len(text) > SHOWN else ''}{end}", show=True)
 
     def _write(self, text: str, show: bool) -> None:
         self._log.write(text + "\n")

@@ -196,12 +196,7 @@ class Run:
     @property
     def recipe(self) -> str:
         """Name of the precision recipe."""
-        return str(self.stage_settings.recipe)
-
-    @property
-    def stage_settings(self) -> Any:
-        """The settings of the run's own stage, such as `config.cpt`."""
-        return getattr(self.config, self.config.stage)
+        return str(self.config.train.recipe)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -268,14 +263,14 @@ def summarise(run_dir: Path) -> Summary:
         return Summary(run_dir.name, str(run_dir), "unreadable", problem=f"{error.what}{where}")
     steps, evals, tries = run.steps, run.evals, attempts(run_dir)
     done = steps[-1]["step"] if steps else 0
-    planned = run.stage_settings.steps
+    planned = run.config.train.steps
     metrics_file = run_dir / "metrics.jsonl"
     throughput, memory = values(steps, "tok_per_s"), values(steps, "memory_gb")
     return Summary(
         name=run.name,
         path=str(run_dir),
         status=_status(run_dir, tries, done, planned),
-        stage=run.config.stage,
+        stage=run.config.title,
         size=run.config.size,
         recipe=run.recipe,
         steps_done=done,

@@ -1,0 +1,57 @@
+"""What a run of fine-tuning has to know of its chats before it starts: how many, how long, of which content.
+
+The chats are tokenised here, in the process that makes the plan, so that unusable data is refused before a run folder
+exists; the ranks then find them in the cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..config.resolve_sft import Measured, Wanted
+from ..config.schema import ChatData, SftSettings
+from ..errors import InputError
+from .chat_set import ChatSet, open_chat
+from .chat_template import load_chat_tokenizer
+
+
+def open_whole(path: Path, tokenizer: str, sft: SftSettings, cache: Path) -> ChatSet:
+    """The tokenised chats at `path`, held-out ones included; tokenised now unless they were before."""
+    return open_chat(path, tokenizer, sft.max_tokens, sft.too_long, cache, sft.max_bad_share)
+
+
+def content(chats: ChatSet) -> str:
+    """What a run keeps of the digest of its chats."""
+    return chats.digest[:16]
+
+
+def measure(wanted: Wanted) -> Measured:
+    """Tokenises the chats of a run, or finds them tokenised.
+
+    Raises:
+        InputError: as `load_chat_tokenizer` and `open_chat`; ids beyond the model's vocabulary; fewer than two samples
+            where some are to be held out.
+    """
+    tokenizer = load_chat_tokenizer(wanted.tokenizer)
+    size = tokenizer.tokenizer.size
+    if size > wanted.model.vocab:
+        what = f"the tokenizer has {size:,} ids, the model's vocabulary {wanted.model.vocab:,}"
+        raise InputError(what, wanted.where, "--tokenizer with the one that the weights were trained with")
+    sft = wanted.settings
+    chats = open_whole(wanted.data, wanted.tokenizer, sft, wanted.cache)
+    train, held = chats.split(sft.eval_share, sft.seed)
+    if not len(train):
+        what = f"{len(chats)} samples are too few to train on and to hold some out"
+        raise InputError(what, str(wanted.data), "give more data, or --eval-share 0")
+    lengths = train.lengths.astype(np.float64)
+    data = ChatData(
+        samples=len(train),
+        held_out=len(held),
+        tokens=int(lengths.sum()),
+        trained_tokens=train.trained_tokens,
+        context=round(float((lengths**2).sum() / lengths.sum()), 3),
+        turn_end=tokenizer.turn_end_id,
+    )
+    return Measured(data, content(chats), tokenizer.tokenizer.location, [*tokenizer.notes, *chats.report.notes()])

@@ -1,0 +1,75 @@
+"""What the model answers to fixed prompts, greedily, at each evaluation of fine-tuning: RUN/samples.jsonl.
+
+So that a person can watch the format being learnt. Only rank 0 generates; nothing of the training is changed by it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import RunConfig
+from ..data.chat_record import SampleError
+from ..data.chat_template import load_chat_tokenizer
+from ..errors import InputError
+from ..model.decoder import Decoder
+from ..model.generate import Generator, Sampling
+from .chat_feed import ChatFeed
+from .metrics import MetricsLog
+
+FILE = "samples.jsonl"
+
+
+class Answers:
+    """Answers fixed prompts and appends them to the run folder's samples.jsonl.
+
+    Args:
+        config: a run of fine-tuning.
+        feed: gives prompts where the settings name none.
+        model: as it is at each call of `write`.
+        folder: the run folder.
+        resume_step: as `MetricsLog` takes it.
+
+    Raises:
+        InputError: a prompt of the settings that the chat template does not take, or that is too long.
+    """
+
+    def __init__(
+        self, config: RunConfig, feed: ChatFeed, model: Decoder, folder: Path, resume_step: int | None
+    ) -> None:
+        assert config.sft is not None and config.chat is not None
+        self.tokenizer = load_chat_tokenizer(config.tokenizer)
+        room = config.model.max_positions - config.sft.answer_tokens
+        if config.sft.prompts:
+            self.prompts = [self._prompt(text, room) for text in config.sft.prompts]
+        else:
+            self.prompts = [ids for ids in feed.prompts(config.sft.answers) if len(ids) <= room]
+        self.generator = Generator(model, [config.chat.turn_end])
+        self.sampling = Sampling(max_new_tokens=config.sft.answer_tokens)
+        self.log = MetricsLog(folder, resume_step, tensorboard=False, file=FILE)
+
+    def write(self, step: int) -> list[dict[str, Any]]:
+        """Answers all prompts; the lines that were written."""
+        decode = self.tokenizer.tokenizer.decode
+        made = []
+        for prompt, answer in zip(self.prompts, self.generator.generate(self.prompts, self.sampling), strict=True):
+            ended = answer.finish == "stop"
+            text = decode(answer.tokens[: len(answer.tokens) - ended])
+            record = {"kind": "sample", "step": step, "prompt": decode(prompt), "completion": text}
+            made.append(record | {"tokens": len(answer.tokens), "finish": answer.finish})
+            self.log.append(made[-1])
+        return made
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.log.close()
+
+    def _prompt(self, text: str, room: int) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.encode_prompt([{"role": "user", "content": text}]).tolist()
+        except SampleError as error:
+            raise InputError(f"the chat template does not take this prompt: {error}", f"prompts: {text!r}") from error
+        if len(ids) > room:
+            what = f"the prompt has {len(ids)} tokens, {room} leave room for an answer"
+            raise InputError(what, f"prompts: {text[:60]!r}", "shorten it, or lower answer_tokens")
+        return ids
