@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.source import open_native
-from ..data.tokenizer import BYTE, ByteTokenizer, byte_alphabet
+from ..data.byte_files import byte_files
+from ..data.tokenizer import BYTE
 from ..precision.recipe import Recipe, list_recipes, load_recipe
 from .card import CARD, Facts, card_text, hub_name, measured
 from .cast_plan import read_recipe
@@ -79,28 +79,3 @@ def _tokenizer(reference: str) -> dict[str, str]:
         return {}
     extra = (*TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
     return {name: (folder / name).read_text(encoding="utf-8") for name in extra if (folder / name).is_file()}
-
-
-def byte_files() -> dict[str, str]:
-    """The byte tokenizer as a tokenizer.json that transformers reads, and its config."""
-    alphabet = byte_alphabet()
-    added = [
-        {"id": 256 + i, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False}
-        for i, name in enumerate(ByteTokenizer.names)
-    ]  # fmt: skip
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    content = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": level, "post_processor": None, "decoder": level,
-        "model": {"type": "BPE", "vocab": alphabet, "merges": [], "byte_fallback": False},
-    }  # fmt: skip
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": ByteTokenizer.names[0],
-        "pad_token": ByteTokenizer.names[3],
-        "clean_up_tokenization_spaces": False,
-    }
-    generation = {"eos_token_id": ByteTokenizer.eod, "pad_token_id": 259}
-    files = {"tokenizer.json": content, "tokenizer_config.json": config, "generation_config.json": generation}
-    return {name: json.dumps(value, indent=1, ensure_ascii=False) + "\n" for name, value in files.items()}

@@ -156,7 +156,7 @@ def _open(
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     try:
         if not cache.is_dir() and (not distributed or torch.distributed.get_rank() == 0):
-            _build_aside(cache, build)
+            build_aside(cache, build)
     finally:
         if distributed:
             torch.distributed.barrier()
@@ -176,7 +176,12 @@ def _open(
     return Corpus(Samples(built[Split.train]), Samples(built[Split.valid]) if Split.valid in built else None)
 
 
-def _build_aside(cache: Path, build: Callable[[Path], object]) -> None:
+def build_aside(cache: Path, build: Callable[[Path], object]) -> None:
+    """Have `build` fill a folder beside `cache`, and rename it to that when it is whole.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".building-", dir=cache.parent))

@@ -214,7 +214,7 @@ def _cut(files: Sequence[SourceFile], text_key: str, skipped: Counter[str]) -> I
 
 def _whole_text(file: SourceFile, skipped: Counter[str]) -> bytes | None:
     """The file's bytes when they are UTF-8 text; None, counted in `skipped`, when they are not."""
-    with _opened(file.path) as (stream, _):
+    with opened(file.path) as (stream, _):
         text = stream.read(WHOLE_TEXT_LIMIT + 1)
     if len(text) > WHOLE_TEXT_LIMIT:
         raise InputError(
@@ -252,7 +252,7 @@ def _whole_text(file: SourceFile, skipped: Counter[str]) -> bytes | None:
 
 
 def _jsonl(file: SourceFile) -> Iterator[Block]:
-    with _opened(file.path) as (stream, raw):
+    with opened(file.path) as (stream, raw):
         block, number, consumed = Block("jsonl", str(file.path)), 0, 0
         for number, line in enumerate(stream, 1):
             block.add(line)
@@ -305,7 +305,7 @@ def _parquet(file: SourceFile, column: str) -> Iterator[Block]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The decompressed stream of `path`, and the raw one (whose position tells how much was read)."""
     try:
         with open(path, "rb") as raw:
