@@ -31,8 +31,7 @@ def measure(wanted: Wanted) -> Measured:
     """Tokenises the chats of a run, or finds them tokenised.
 
     Raises:
-        InputError: as `load_chat_tokenizer` and `open_chat`; ids beyond the model's vocabulary; fewer than two samples
-            where some are to be held out.
+        InputError: as `load_chat_tokenizer` and `open_chat`; ids beyond the model's vocabulary.
     """
     tokenizer = load_chat_tokenizer(wanted.tokenizer)
     size = tokenizer.tokenizer.size
@@ -42,9 +41,6 @@ def measure(wanted: Wanted) -> Measured:
     sft = wanted.settings
     chats = open_whole(wanted.data, wanted.tokenizer, sft, wanted.cache)
     train, held = chats.split(sft.eval_share, sft.seed)
-    if not len(train):
-        what = f"{len(chats)} samples are too few to train on and to hold some out"
-        raise InputError(what, str(wanted.data), "give more data, or --eval-share 0")
     lengths = train.lengths.astype(np.float64)
     data = ChatData(
         samples=len(train),
@@ -54,4 +50,4 @@ def measure(wanted: Wanted) -> Measured:
         context=round(float((lengths**2).sum() / lengths.sum()), 3),
         turn_end=tokenizer.turn_end_id,
     )
-    return Measured(data, content(chats), tokenizer.tokenizer.location, [*tokenizer.notes, *chats.report.notes()])
+    return Measured(data, content(chats), tokenizer.tokenizer.location, chats.report.lines())

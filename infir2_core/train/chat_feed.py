@@ -20,8 +20,8 @@ from ..config.resolve_sft import CACHE
 from ..config.schema import ALIGNMENT, RunConfig
 from ..data.batch import Batch, filled
 from ..data.chat_measure import content, open_whole
-from ..data.chat_set import ChatSet
-from ..data.packing import epoch_order, pack, packed_batch
+from ..data.chat_set import ChatSet, epoch_order
+from ..data.packing import pack, packed_batch
 from ..engines.ranks import Ranks
 from ..errors import InputError
 from .feed import Share
