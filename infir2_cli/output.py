@@ -16,6 +16,7 @@ import json as json_module
 import math
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -66,6 +67,22 @@ def say(text: str, style: str = "") -> None:
     """Print one line for people; silent in `--json` mode. `style` is a rich style such as "bold" or "green"."""
     if not _json_mode:
         _console(stderr=False).print(text, style=style or None, soft_wrap=True)
+
+
+def say_part(text: str) -> None:
+    """Print text as it is, without an end of line, at once; silent in `--json` mode.
+
+    A terminal does not get the control characters in it: text of a model must not move the cursor.
+    """
+    if _json_mode:
+        return
+    if sys.stdout.isatty():
+        text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop(sys.stdout)
 
 
 def warn(text: str) -> None:

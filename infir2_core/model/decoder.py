@@ -12,7 +12,7 @@ parameters and the optimizer keeps what they lack; norms and biases stay float32
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ from .functions import feed_forward, norm_linear, norm_of_sum, rope_qkv
 from .gradients import embedding, keep_bf16, receiver
 from .head import HeadWeight
 from .linear import Linear, Operands
+
+Attention = Callable[[Tensor, int, int, tuple[int, ...]], Tensor]  # as `ops.attention.self_attention`
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,19 @@ class Block(nn.Module):
         self.down = linear("down", shape.ffn, shape.hidden)
 
     def attend(
-        self, x_TD: Tensor, delta_TD: Tensor | None, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        lengths: tuple[int, ...],
+        attention: Attention,
     ) -> tuple[Tensor, Tensor]:
         """x + delta, and the attention half's contribution to it."""
         s = self.shape
         x_TD, qkv = norm_linear(x_TD, delta_TD, self.norm1, self.qkv, s.norm_eps)
         heads = rope_qkv(qkv, cos, sin, s.head_dim, s.heads + s.kv_heads)
-        out = self_attention(heads, s.heads, s.kv_heads, lengths)
+        out = attention(heads, s.heads, s.kv_heads, lengths)
         return x_TD, self.o(out.reshape(-1, s.heads * s.head_dim))
 
     def feed(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,12 +94,13 @@ class Block(nn.Module):
         sin: Tensor,
         lengths: tuple[int, ...],
         recompute: str,
+        attention: Attention = self_attention,
     ) -> tuple[Tensor, Tensor]:
         """One block; residual stream and what is still to be added to it, in and out.
 
         `recompute = "selective"` rebuilds the feed-forward half, the larger part of what is saved.
         """
-        x_TD, delta_TD = self.attend(x_TD, delta_TD, cos, sin, lengths)
+        x_TD, delta_TD = self.attend(x_TD, delta_TD, cos, sin, lengths, attention)
         if recompute == "selective" and torch.is_grad_enabled():
             return _again(self.feed, x_TD, delta_TD)
         return self.feed(x_TD, delta_TD)
@@ -127,22 +136,28 @@ class Decoder(nn.Module):
             elif parameter.dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Final normed hidden states, [T, D] in the compute dtype."""
+    def hidden(self, batch: Batch, attentions: Sequence[Attention] | None = None) -> Tensor:
+        """Final normed hidden states, [T, D] in the compute dtype; `attentions`: of each block, for generation."""
         cos, sin = rope_tables(batch.positions_T, self.shape.head_dim, self.shape.rope_base)
         x = embedding(batch.tokens_T, self.embed, self.dtype)
         delta = None
-        for block in self.layers:
+        for block, attention in zip(self.layers, attentions or [self_attention] * len(self.layers), strict=True):
             if self.recompute == "full" and torch.is_grad_enabled():
                 x, delta = _again(block, x, delta, cos, sin, batch.lengths, "none")
             else:
-                x, delta = block(x, delta, cos, sin, batch.lengths, self.recompute)
+                x, delta = block(x, delta, cos, sin, batch.lengths, self.recompute, attention)
         return norm_of_sum(x, delta, self.norm, self.shape.norm_eps)
 
     def logits(self, batch: Batch) -> Tensor:
-        """float32 [T, V]; for tests and generation, training uses `loss`."""
-        hidden, head = self.hidden(batch), self.lm_head.read(self._head_weight(), training=False)
-        return float_logits(hidden, head) if isinstance(head, Head) else hidden.float() @ head.float().T
+        """float32 [T, V]; for tests, training uses `loss`."""
+        return float_logits(self.hidden(batch), self.reading_head())
+
+    def reading_head(self) -> Head:
+        """The head of forwards without backward, for any number of `float_logits` with these weights."""
+        head = self.lm_head.read(self._head_weight(), training=False)
+        if isinstance(head, Tensor) and head.device.type == "cpu":
+            head = head.float()  # as float_logits computes there; rounding has happened
+        return Head.of(head)
 
     def logprobs(self, batch: Batch) -> Tensor:
         """log p(target) of each token, float32 [T], from float32 logits; gradients flow."""

@@ -38,6 +38,27 @@ def attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, lengths: tuple[int, .
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def cached_attention(q_BHd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, seen_BS: Tensor) -> Tensor:
+    """softmax(q . k^T / sqrt(head_dim)) . v of one query a sequence, over the keys that it has seen; no gradient.
+
+    The heads that share keys stand where queries of one head would: nothing is repeated for each of them.
+
+    Args:
+        q_BHd: [B, heads, head_dim].
+        k_BGSd: [B, kv heads, S, head_dim] in the dtype to compute in; finite also where it is not seen.
+        v_BGSd: like k.
+        seen_BS: bool; at least one in each row.
+
+    Returns:
+        [B, heads, head_dim] in the dtype of q.
+    """
+    q = q_BHd.view(len(q_BHd), k_BGSd.shape[1], -1, q_BHd.shape[2]).to(k_BGSd.dtype)
+    # Neither has a plan to make for each new S, as cuDNN has.
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(q, k_BGSd, v_BGSd, attn_mask=seen_BS[:, None, None])
+    return out.reshape(q_BHd.shape).to(q_BHd.dtype)
+
+
 def _batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, H, S, d] against [B, G, S, d]."""
     repeats = q.shape[1] // k.shape[1]
