@@ -85,6 +85,20 @@ def say_part(text: str) -> None:
         drop(sys.stdout)
 
 
+def in_colour() -> bool:
+    """Whether what is said appears in colours: on a terminal, unless NO_COLOR is set."""
+    shown = _console(stderr=False)
+    return shown.color_system is not None and not shown.no_color
+
+
+def paint(pieces: Sequence[tuple[str, str]]) -> None:
+    """Print (text, style) pieces one after the other, and end the line; silent in `--json` mode."""
+    if not _json_mode:
+        from rich.text import Text
+
+        _console(stderr=False).print(Text.assemble(*pieces), soft_wrap=True)
+
+
 def warn(text: str) -> None:
     """Print one line to stderr, in both modes."""
     _console(stderr=True).print(f"warning: {text}", style="yellow", soft_wrap=True)

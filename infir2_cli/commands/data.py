@@ -1,13 +1,14 @@
-"""`infir2 data prepare` and `infir2 data show`: text to a tokenised corpus, and a look at what is in one."""
+"""`infir2 data`: text to a tokenised corpus, a look at corpora and chat data, and a small chat set to try."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infir2_cli.output import DebugFlag, JsonFlag, console, emit, guarded, say, table, warn
+from infir2_cli.data_views import say_chat, say_facts, say_plan, say_result
+from infir2_cli.output import DebugFlag, JsonFlag, console, emit, guarded, say
 from infir2_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def prepare(
     extensions = [e for e in ext.replace(",", " ").split() if e]
     if dry_run:
         planned = work.plan(source, out, tokenizer, extensions, limit_mb)
-        emit(planned, lambda: _say_plan(planned))
+        emit(planned, lambda: say_plan(planned))
         return
     with _bar() as bar:
         stages = {"tokenise": bar.add_task("reading", total=None, tokens="")}
@@ -59,7 +60,7 @@ def prepare(
             limit_mb=limit_mb,
             progress=progress,
         )
-    emit(result, lambda: _say_result(result))
+    emit(result, lambda: say_result(result))
 
 
 @app.command("show")
@@ -67,15 +68,45 @@ def prepare(
 def show(
     prefix: Annotated[str | None, typer.Argument(help="Prefix of a corpus; default: the project's first.")] = None,
     documents: Annotated[int, typer.Option(min=0, help="Documents to show, from the start.")] = 3,
+    chat: Annotated[str | None, typer.Option(help="Chat data instead of a corpus: a file or folder.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="With --chat: byte, a folder, or a hub id.")] = "byte",
+    index: Annotated[int, typer.Option(min=0, help="With --chat: which record, counted from 0.")] = 0,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Show a corpus: documents as the model will see them, token counts, how long documents are."""
+    """Show a corpus (documents as the model will see them, token counts), or what is trained of a chat sample."""
     from infir2_core.data.prefixes import strip_suffix
-    from infir2_core.data.show import summarise
+    from infir2_core.data.show import show_chat, summarise
 
+    if chat is not None:
+        if prefix is not None:
+            raise UsageError("a corpus and chat data are named", "PREFIX and --chat", "give one of them")
+        shown = show_chat(Path(chat), tokenizer, index)
+        emit(shown, lambda: say_chat(shown))
+        return
     facts = summarise(strip_suffix(prefix or _project_corpus()), documents)
-    emit(facts, lambda: _say_facts(facts))
+    emit(facts, lambda: say_facts(facts))
+
+
+@app.command("chat-demo")
+@guarded
+def chat_demo(
+    out: Annotated[Path, typer.Option(help="JSONL file to write.", show_default=False)],
+    limit: Annotated[int, typer.Option(min=0, help="Samples at most; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the samples, and stop.")] = False,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Write a chat set of real text: functions of the standard library, and the first sentence of what they do."""
+    from infir2_core.data.docstrings import write_docstring_chat
+
+    counts = write_docstring_chat(out, limit, seed, dry_run)
+    would = "would write " if dry_run else ""
+    emit(
+        {"out": out, **counts},
+        lambda: say(f"{would}{out}: {counts['samples']:,} samples\nlook at one:  infir2 data show --chat {out}"),
+    )
 
 
 def _project_corpus() -> str:
@@ -95,40 +126,3 @@ def _bar() -> Progress:
     shown, tokens = TextColumn("{task.description}"), TextColumn("{task.fields[tokens]}")
     bar = (shown, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), tokens)
     return Progress(*bar, console=console(), transient=True, disable=not console().is_terminal)
-
-
-def _say_plan(planned: dict[str, Any]) -> None:
-    size = {key: f"{planned[key] / 1e6:,.1f} MB" for key in ("bytes", "text_bytes", "output_bytes")}
-    say(f"would read   {planned['files']:,} files, {size['bytes']} (about {size['text_bytes']} of text)")
-    say(f"would write  {planned['prefix']}.bin: about {size['output_bytes']}, twice that while it runs; .idx and .json")
-    say(f"tokenizer    {planned['tokenizer']['ref']} ({planned['tokenizer']['size']:,} ids)")
-
-
-def _say_result(result: dict[str, Any]) -> None:
-    prefix, ref = result["prefix"], result["tokenizer"]["ref"]
-    if result["already"]:
-        say(f"already prepared: {prefix} was made from these sources with these settings")
-    say(f"{prefix}: {result['documents']:,} documents, {result['tokens']:,} tokens ({ref} tokenizer)")
-    if result["reused"] and not result["already"]:
-        say(f"{result['reused']} of {result['reused'] + result['tokenised']} blocks were already tokenised")
-    if result["skipped"]:
-        warn("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in result["skipped"].items()))
-    say(f"look at it:  infir2 data show {prefix}")
-
-
-def _say_facts(facts: dict[str, Any]) -> None:
-    for sample in facts["samples"]:
-        say(f"--- document {sample['document']}, {sample['tokens']:,} tokens ---", style="bold")
-        say(" ".join(map(str, sample["ids"])) if sample["text"] is None else sample["text"])
-    size = f"{facts['bytes'] / 1e6:,.1f} MB as {facts['dtype']}"
-    say(f"\n{facts['prefix']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens, {size}")
-    if facts["made"]:
-        say("tokenizer {ref} ({size:,} ids, document end {eod})".format(**facts["made"]["tokenizer"]))
-    if facts["note"]:
-        warn(facts["note"])
-    lengths = "shortest {shortest:,}, median {median:,.0f}, mean {mean:,.0f}, longest {longest:,}"
-    say("tokens in a document: " + lengths.format(**facts["lengths"]))
-    bars, most = facts["histogram"], max(b["documents"] for b in facts["histogram"])
-    cells = [(f"{b['from']:,}-{b['to'] - 1:,}", b["documents"], b["tokens"]) for b in bars]
-    rows = [[name, f"{count:,}", f"{tokens:,}", "#" * -(-40 * count // most)] for name, count, tokens in cells]
-    table("", ["length", "documents", "tokens", ""], rows)

@@ -58,9 +58,11 @@ def find_model(folder: Path, where: str) -> Found:
     home = opened.path.parent.parent
     inside = opened.path.parent.name == CHECKPOINTS and (home / CONFIG).is_file()
     tokenizer, ends = run.tokenizer if run else "", frozenset[int]()
+    if run and run.chat:
+        ends = frozenset({run.chat.turn_end})
     if run and run.source.kind == "hf":
         origin = Path(run.source.path)
-        ends = _ends(origin)
+        ends |= _ends(origin)
         tokenizer = tokenizer or (str(origin) if (origin / "tokenizer.json").is_file() else "")
     return Found(opened, read_recipe(home) if inside else None, tokenizer, ends)
 

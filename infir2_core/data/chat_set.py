@@ -64,7 +64,7 @@ class ChatReport:
         bad: kind -> Trouble.
         layouts: file -> layouts of its records.
         prompt_tokens, trained_tokens: of the samples that are kept, before any split.
-        notes: what the user should know of the template.
+        folded: records whose reasoning_content the template does not know; see chat_template.py.
     """
 
     records: int
@@ -76,7 +76,7 @@ class ChatReport:
     layouts: dict[str, list[str]]
     prompt_tokens: int
     trained_tokens: int
-    notes: list[str]
+    folded: int
 
     @property
     def bad_records(self) -> int:
@@ -92,7 +92,9 @@ class ChatReport:
             said.append(f"too long: {counts} (the first: {self.too_long})")
         for kind, trouble in self.bad.items():
             said.append(f"left out, {kind}: {trouble.count:,} (the first: {trouble.where}: {trouble.detail})")
-        return said + self.notes
+        if self.folded:
+            said.append(f"reasoning_content put into the content as <think>...</think>: {self.folded:,} records")
+        return said
 
 
 @dataclass(frozen=True)
@@ -216,20 +218,18 @@ def open_chat(
     folder = cache / digest[:24]
     if not folder.is_dir():
         build_aside(folder, lambda aside: _Writer(aside, files, max_tokens, too_long).write(tokenizer, progress))
-    report = _read_report(folder, files, tokenizer)
+    report = _read_report(folder, files)
     _refuse(report, str(path), max_bad_share, max_tokens)
     return ChatSet(folder, digest, report)
 
 
-def _read_report(folder: Path, files: list[SourceFile], tokenizer: ChatTokenizer) -> ChatReport:
+def _read_report(folder: Path, files: list[SourceFile]) -> ChatReport:
     """The stored report, with files under their present names."""
     stored = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     places = {kind: place(files[file], line) for kind, (file, line) in stored.pop("places").items()}
     bad = {kind: Trouble(count, places[kind], detail) for kind, (count, detail) in stored.pop("bad").items()}
     layouts = {file.name: found for file, found in zip(files, stored.pop("layouts"), strict=True)}
-    return ChatReport(
-        **stored, too_long=places.get("too long", ""), bad=bad, layouts=layouts, notes=tokenizer.notes
-    )
+    return ChatReport(**stored, too_long=places.get("too long", ""), bad=bad, layouts=layouts)
 
 
 def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: int) -> None:
@@ -250,7 +250,7 @@ class _Writer:
     def __init__(self, aside: Path, files: list[SourceFile], max_tokens: int, too_long: TooLong) -> None:
         self.aside, self.files, self.max_tokens, self.too_long = aside, files, max_tokens, too_long
         self.rows: list[tuple[int, int, int, int]] = []  # tokens, trained targets, file, line
-        self.counts = {"records": 0, "dropped": 0, "truncated": 0}
+        self.counts = {"records": 0, "dropped": 0, "truncated": 0, "folded": 0}
         self.bad: dict[str, tuple[int, str]] = {}
         self.places: dict[str, tuple[int, int]] = {}  # of the first record of each kind of trouble
         self.layouts: list[list[str]] = [[] for _ in files]
@@ -260,6 +260,7 @@ class _Writer:
         with open(self.aside / "tokens.bin", "wb") as tokens, open(self.aside / "mask.bin", "wb") as mask:
             records = self._good()
             while chunk := list(islice(records, CHUNK)):
+                self.counts["folded"] += sum(tokenizer.folds(record.said.messages) for record in chunk)
                 made = tokenizer.encode_many([(record.said.messages, record.said.tools) for record in chunk])
                 for record, result in zip(chunk, made, strict=True):
                     if isinstance(result, SampleError):
@@ -272,10 +273,10 @@ class _Writer:
                 stream.flush()
                 os.fsync(stream.fileno())
         columns = np.array(self.rows, np.int64).reshape(-1, 4).T
-        names = ("tokens", "trained", "source", "line")
-        np.savez(self.aside / "index.npz", **dict(zip(names, columns, strict=True)))
-        report: dict[str, Any] = self.counts | {"samples": len(self.rows), "trained_tokens": int(columns[1].sum())}
-        report["prompt_tokens"] = int(columns[0].sum()) - report["trained_tokens"]
+        tokens_of, trained, source, line = columns
+        np.savez(self.aside / "index.npz", tokens=tokens_of, trained=trained, file_number=source, line=line)
+        report: dict[str, Any] = self.counts | {"samples": len(self.rows), "trained_tokens": int(trained.sum())}
+        report["prompt_tokens"] = int(tokens_of.sum()) - report["trained_tokens"]
         report |= {"bad": self.bad, "places": self.places, "layouts": self.layouts}
         (self.aside / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

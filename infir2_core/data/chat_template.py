@@ -47,7 +47,6 @@ class ChatTokenizer:
         template: Jinja source for conversations without tools.
         template_hash: sha256 (hex) of the template.
         digest: sha256 (hex) of all that decides the ids and masks of a conversation.
-        notes: what the user should know about this template.
     """
 
     def __init__(self, tokenizer: Tokenizer, backend: Any, pretrained: Any) -> None:
@@ -62,11 +61,6 @@ class ChatTokenizer:
         self._folds_reasoning = PROBE[::-1] not in reasoned
         call = {"type": "function", "function": {"name": PROBE[::-1], "arguments": {}}}
         self._calls = PROBE[::-1] in self._probed({"tool_calls": [call]})
-        self.notes = (
-            ["the template knows no reasoning_content: it is put in front of the content as <think>...</think>"]
-            if self._folds_reasoning
-            else []
-        )
         named = [tokenizer.digest, self.template_hash, pretrained.special_tokens_map, VERSION]
         self.digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
@@ -110,6 +104,13 @@ class ChatTokenizer:
         """
         text = self._render(self._prepared(messages), True, tools, marked=False)[0]
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def folds(self, messages: Sequence[Message]) -> bool:
+        """Whether reasoning_content of `messages` is put in front of the content, as <think>...</think>.
+
+        That is done where the template would leave it out.
+        """
+        return self._folds_reasoning and any(message.get("reasoning_content") for message in messages)
 
     def _template(self, tools: list[Any] | None) -> str:
         chosen: str = self._pretrained.get_chat_template(None, tools)

@@ -22,15 +22,16 @@ QUESTION = 240  # characters at most
 ANSWER = range(12, 161)  # characters; shorter ones say nothing
 
 
-def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0) -> dict[str, int]:
+def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0, dry_run: bool = False) -> dict[str, int]:
     """Writes the JSONL file `out`, one object with `id` and `messages` a line, in an order drawn from `seed`.
 
     Args:
         out: file to write; its folder is made. An existing file is replaced once the new one is whole.
         limit: samples at most; 0 writes all.
+        dry_run: only count.
 
     Returns:
-        functions (with a docstring that fits), samples (written: no question and no id twice).
+        functions (with a docstring that fits), samples (no question and no id twice).
 
     Raises:
         InputError: `out` cannot be written.
@@ -44,6 +45,9 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0) -> dict[str, 
             seen.add(name)
     samples = [(name, question, answer) for question, (name, answer) in questions.items()]
     chosen = [samples[n] for n in epoch_order(len(samples), seed, 0)[: limit or None]]
+    counts = {"functions": len(found), "samples": len(chosen)}
+    if dry_run:
+        return counts
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +57,7 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0) -> dict[str, 
         raise InputError(f"cannot write here: {error.strerror}", str(out), "choose another --out") from None
     finally:
         aside.unlink(missing_ok=True)
-    return {"functions": len(found), "samples": len(chosen)}
+    return counts
 
 
 def _line(name: str, question: str, answer: str) -> str:

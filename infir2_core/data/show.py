@@ -1,4 +1,5 @@
-"""What is in a corpus: documents as the model will see them, counts, and how long documents are.
+"""What is in a corpus: documents as the model will see them, counts, and how long documents are. And, of chat data, one
+sample with what is trained of it.
 
 Documents are read back from the stored ids and decoded, so what is shown is what was tokenised, not what the source
 said. Where a token can hold several characters its end is marked with `BORDER`; the end of a document appears as the
@@ -7,10 +8,14 @@ tokenizer's own name for it. Drawing is left to the command; this module returns
 
 from __future__ import annotations
 
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from infir2_core.data.chat_record import SampleError
+from infir2_core.data.chat_source import Bad, chat_files, place, read_chat
 from infir2_core.data.prefixes import Index, describe_prefix, read_index
 from infir2_core.data.tokenizer import BYTE, Tokenizer, load_tokenizer
 from infir2_core.errors import InputError
@@ -90,3 +95,49 @@ def _sample(index: Index, number: int, start: int, tokenizer: Tokenizer | None, 
 
 def _marked(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids) if tokenizer.location == BYTE else BORDER.join(tokenizer.pieces(ids))
+
+
+def show_chat(path: Path, tokenizer_ref: str, index: int) -> dict[str, Any]:
+    """One record of chat data as it is trained.
+
+    Args:
+        path: a file or folder; see `chat_files`.
+        tokenizer_ref: see `load_chat_tokenizer`.
+        index: which record of all files, counted from 0; bad ones count too.
+
+    Returns:
+        index, where, layout, messages (their number), tokens, trained_tokens, turn_end, turn_end_id, folded (see
+        `ChatTokenizer.folds`), ids, trained (a bool for each id), parts (runs of {trained, text}).
+
+    Raises:
+        InputError: as `chat_files` and `load_chat_tokenizer`; no such record, or a bad one.
+    """
+    from infir2_core.data.chat_template import load_chat_tokenizer
+
+    files = chat_files(path)
+    record = next(islice(read_chat(files), index, None), None)
+    if record is None:
+        raise InputError(f"there is no record {index:,}", str(path), "give a smaller --index; the first is 0")
+    where = place(files[record.file], record.line)
+    if isinstance(record, Bad):
+        raise InputError(f"{record.kind}: {record.detail}", where, "mend it, or show another one with --index")
+    chat, said = load_chat_tokenizer(tokenizer_ref), record.said
+    try:
+        ids, mask = chat.encode_chat(said.messages, said.tools)
+    except SampleError as error:
+        raise InputError(str(error), where, "mend it, or show another one with --index") from None
+    runs = [(trained, [int(i) for i, _ in run]) for trained, run in groupby(zip(ids, mask, strict=True), lambda t: t[1])]
+    return {
+        "index": index,
+        "where": where,
+        "layout": said.layout,
+        "messages": len(said.messages),
+        "tokens": len(ids),
+        "trained_tokens": int(mask.sum()),
+        "turn_end": chat.turn_end,
+        "turn_end_id": chat.turn_end_id,
+        "folded": chat.folds(said.messages),
+        "ids": ids.tolist(),
+        "trained": mask.tolist(),
+        "parts": [{"trained": bool(trained), "text": chat.tokenizer.decode(run)} for trained, run in runs],
+    }
