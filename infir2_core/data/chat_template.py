@@ -91,7 +91,7 @@ class ChatTokenizer:
         self, chats: Sequence[tuple[Sequence[Message], list[Any] | None]]
     ) -> list[tuple[np.ndarray, np.ndarray] | SampleError]:
         """`encode_chat` of each (messages, tools), faster than one at a time; errors in the place of what failed."""
-        found = [self._try_spans(self._prepared(messages), tools) for messages, tools in chats]
+        found = [self._try_spans(messages, tools) for messages, tools in chats]
         texts = [text for text, _ in (f for f in found if not isinstance(f, SampleError))]
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         return [f if isinstance(f, SampleError) else self._masked(next(encodings), f[1]) for f in found]
@@ -147,9 +147,9 @@ class ChatTokenizer:
             raise SampleError("template fails", f"{type(error).__name__}: {error}") from None
         return texts[0], spans[0] if marked else []
 
-    def _try_spans(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans] | SampleError:
+    def _try_spans(self, messages: Sequence[Message], tools: list[Any] | None) -> tuple[str, Spans] | SampleError:
         try:
-            return self._spans(messages, tools)
+            return self._spans(self._prepared(messages), tools)
         except SampleError as error:
             return error
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from infir2_core.data.chat_set import epoch_order
@@ -56,7 +57,8 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0, dry_run: bool
     except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"cannot write here: {error.strerror}", str(out), "choose another --out") from None
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # it was renamed, or never there
+            aside.unlink()
     return counts
 
 
