@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from ..config.resolve_sft import Measured, Wanted
-from ..config.schema import ChatData, SftSettings
+from ..config.schema import ChatData, ModelShape, SftSettings
 from ..errors import InputError
+from .chat_record import SampleError
 from .chat_set import ChatSet, open_chat
-from .chat_template import load_chat_tokenizer
+from .chat_template import ChatTokenizer, load_chat_tokenizer
 
 
 def open_whole(path: Path, tokenizer: str, sft: SftSettings, cache: Path) -> ChatSet:
@@ -27,11 +28,31 @@ def content(chats: ChatSet) -> str:
     return chats.digest[:16]
 
 
+def prompt_ids(tokenizer: ChatTokenizer, sft: SftSettings, model: ModelShape) -> list[list[int]]:
+    """Ids of the prompts that the settings name, each a user's turn.
+
+    Raises:
+        InputError: the template fails on a prompt, or the prompt leaves no room for an answer.
+    """
+    found, room = [], model.max_positions - sft.answer_tokens
+    for text in sft.prompts:
+        where = f"--prompt {text[:60]!r}"
+        try:
+            ids: list[int] = tokenizer.encode_prompt([{"role": "user", "content": text}]).tolist()
+        except SampleError as error:
+            raise InputError(f"the chat template does not take this prompt: {error}", where) from error
+        if len(ids) > room:
+            what = f"the prompt has {len(ids)} tokens, {room} leave room for an answer"
+            raise InputError(what, where, "shorten it, or lower --answer-tokens")
+        found.append(ids)
+    return found
+
+
 def measure(wanted: Wanted) -> Measured:
     """Tokenises the chats of a run, or finds them tokenised.
 
     Raises:
-        InputError: as `load_chat_tokenizer` and `open_chat`; ids beyond the model's vocabulary.
+        InputError: as `load_chat_tokenizer`, `prompt_ids` and `open_chat`; ids beyond the model's vocabulary.
     """
     tokenizer = load_chat_tokenizer(wanted.tokenizer)
     size = tokenizer.tokenizer.size
@@ -39,6 +60,7 @@ def measure(wanted: Wanted) -> Measured:
         what = f"the tokenizer has {size:,} ids, the model's vocabulary {wanted.model.vocab:,}"
         raise InputError(what, wanted.where, "--tokenizer with the one that the weights were trained with")
     sft = wanted.settings
+    prompt_ids(tokenizer, sft, wanted.model)
     chats = open_whole(wanted.data, wanted.tokenizer, sft, wanted.cache)
     train, held = chats.split(sft.eval_share, sft.seed)
     lengths = train.lengths.astype(np.float64)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import RunConfig
-from ..data.chat_record import SampleError
+from ..data.chat_measure import prompt_ids
 from ..data.chat_template import load_chat_tokenizer
-from ..errors import InputError
 from ..model.decoder import Decoder
 from ..model.generate import Generator, Sampling
 from .chat_feed import ChatFeed
@@ -29,9 +28,6 @@ class Answers:
         model: as it is at each call of `write`.
         folder: the run folder.
         resume_step: as `MetricsLog` takes it.
-
-    Raises:
-        InputError: a prompt of the settings that the chat template does not take, or that is too long.
     """
 
     def __init__(
@@ -39,10 +35,9 @@ class Answers:
     ) -> None:
         assert config.sft is not None and config.chat is not None
         self.tokenizer = load_chat_tokenizer(config.tokenizer)
-        room = config.model.max_positions - config.sft.answer_tokens
-        if config.sft.prompts:
-            self.prompts = [self._prompt(text, room) for text in config.sft.prompts]
-        else:
+        self.prompts = prompt_ids(self.tokenizer, config.sft, config.model)
+        if not config.sft.prompts:
+            room = config.model.max_positions - config.sft.answer_tokens
             self.prompts = [ids for ids in feed.prompts(config.sft.answers) if len(ids) <= room]
         self.generator = Generator(model, [config.chat.turn_end])
         self.sampling = Sampling(max_new_tokens=config.sft.answer_tokens)
@@ -63,13 +58,3 @@ class Answers:
     def close(self) -> None:
         """Closes the file."""
         self.log.close()
-
-    def _prompt(self, text: str, room: int) -> list[int]:
-        try:
-            ids: list[int] = self.tokenizer.encode_prompt([{"role": "user", "content": text}]).tolist()
-        except SampleError as error:
-            raise InputError(f"the chat template does not take this prompt: {error}", f"prompts: {text!r}") from error
-        if len(ids) > room:
-            what = f"the prompt has {len(ids)} tokens, {room} leave room for an answer"
-            raise InputError(what, f"prompts: {text[:60]!r}", "shorten it, or lower answer_tokens")
-        return ids
