@@ -59,6 +59,8 @@ class ChatTokenizer:
         self.turn_end_id, self.turn_end = self._find_turn_end()
         reasoned = self._probed({"reasoning_content": PROBE[::-1]})
         self._folds_reasoning = PROBE[::-1] not in reasoned
+        thought = self._probed({"content": f"<think>\n{PROBE[::-1]}\n</think>\n\n{PROBE}"})
+        self._drops_thinking = PROBE[::-1] not in thought
         call = {"type": "function", "function": {"name": PROBE[::-1], "arguments": {}}}
         self._calls = PROBE[::-1] in self._probed({"tool_calls": [call]})
         named = [tokenizer.digest, self.template_hash, pretrained.special_tokens_map, VERSION]
@@ -127,6 +129,8 @@ class ChatTokenizer:
                 message = {k: v for k, v in message.items() if k != "reasoning_content"}
                 message["content"] = thought + message["content"]
             prepared.append(message)
+        if self._drops_thinking and prepared[-1]["role"] == "assistant" and "</think>" in prepared[-1]["content"]:
+            raise SampleError("template drops thinking", "the last answer holds </think>, and the template cuts it there")
         return prepared
 
     def _render(

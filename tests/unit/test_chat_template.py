@@ -212,6 +212,18 @@ def test_reasoning_is_never_lost() -> None:
     assert messages[1]["content"] == "4"  # the caller's data is left alone
 
 
+def test_a_template_that_cuts_the_thinking_off_the_last_answer_is_told() -> None:
+    """DeepSeek-R1's does so, which would take the reasoning out of what is trained without a word."""
+    cuts = BYTE_TEMPLATE.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
+    chat = load_chat_tokenizer(str(folder_with(cuts)))
+    question, thought = {"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>hm</think>4"}
+    for answer in (thought, {"role": "assistant", "content": "4", "reasoning_content": "hm"}):
+        with pytest.raises(SampleError, match="template drops thinking"):
+            chat.encode_chat([question, answer])
+    ids, mask = chat.encode_chat([question, thought, question, {"role": "assistant", "content": "5"}])
+    assert chat.tokenizer.decode(ids[mask].tolist()) == "4<|im_end|>5<|im_end|>"
+
+
 def test_encode_many_keeps_places() -> None:
     chat = load_chat_tokenizer("byte")
     good = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ok"}]
