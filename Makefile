@@ -38,9 +38,9 @@ demo: $(STAMP)
 demo-sft: $(STAMP)
 	$(BIN)/infir2 data prepare python-stdlib --out data/stdlib --tokenizer byte
 	$(BIN)/infir2 cpt --size tiny --data data/stdlib --recipe infir2 --name demo-infir2
-	$(BIN)/infir2 data chat-demo --out data/chat.jsonl --limit 4000
-	$(BIN)/infir2 sft --stage 1 --size tiny --from demo-infir2 --data data/chat.jsonl --epochs 1 --name demo-sft-1
-	$(BIN)/infir2 sft --stage 2 --size tiny --from demo-sft-1 --data data/chat.jsonl --epochs 1 --name demo-sft-2
+	$(BIN)/infir2 data chat-demo --out data/chat.jsonl --limit 3000
+	$(BIN)/infir2 sft --stage 1 --size tiny --from demo-infir2 --data data/chat.jsonl --epochs 1 --eval-every 100 --name demo-sft-1
+	$(BIN)/infir2 sft --stage 2 --size tiny --from demo-sft-1 --data data/chat.jsonl --epochs 1 --eval-every 100 --name demo-sft-2
 	$(BIN)/infir2 runs compare demo-sft-1 demo-sft-2 --png demo-sft.png
 	$(BIN)/python benchmarks/demo_sft.py runs/demo-sft-1 runs/demo-sft-2
 

@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -126,3 +127,26 @@ class BytesBar:
     def update(self, done: int, total: int, what: str | None = None) -> None:
         """`done` of `total` bytes; `what` replaces the text before the bar."""
         self._bar.update(self._task, completed=done, total=total, description=what)
+
+
+class RecordsBar:
+    """A count of records read, while data of unknown length is; on a terminal only, on stderr in `--json` mode."""
+
+    def __init__(self, what: str) -> None:
+        console = output.console()
+        columns = (SpinnerColumn(), TextColumn("{task.description}  {task.completed:,} records"))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> RecordsBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, done: int) -> None:
+        """`done` records so far."""
+        self._bar.update(self._task, completed=done)

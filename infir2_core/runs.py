@@ -223,6 +223,8 @@ def read_run(run_dir: Path) -> Run:
 class Summary:
     """One line of `runs list`. Losses in nats per token, throughput the median over steps, memory the peak in GB.
 
+    Shares are those of fine-tuning, means over steps: fillers among what was computed, trained tokens among all.
+
     `status` is one of new, running, stopped (on request, resumable), crashed, finished, unreadable.
     """
 
@@ -239,6 +241,8 @@ class Summary:
     tokens: int = 0
     tok_per_s: float | None = None
     memory_gb: float | None = None
+    padding_share: float | None = None
+    trained_share: float | None = None
     skipped: int = 0
     attempts: int = 0
     updated: float = 0.0
@@ -280,11 +284,17 @@ def summarise(run_dir: Path) -> Summary:
         tokens=int(max(values(steps, "tokens"), default=0)),
         tok_per_s=statistics.median(throughput) if throughput else None,
         memory_gb=max(memory, default=None),
+        padding_share=_mean(values(steps, "padding_share")),
+        trained_share=_mean(values(steps, "trained_share")),
         skipped=sum(record.get("skipped") is True for record in steps),
         attempts=len(tries),
         updated=(metrics_file if metrics_file.exists() else run_dir / CONFIG).stat().st_mtime,
         problem=tries[-1].what if tries and tries[-1].exit_code not in (0, STOPPED) else "",
     )
+
+
+def _mean(numbers: list[float]) -> float | None:
+    return statistics.fmean(numbers) if numbers else None
 
 
 def _status(run_dir: Path, tries: list[Attempt], done: int, planned: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +68,7 @@ def sft(
     from infir2_core.data.chat_measure import measure
     from infir2_core.machine import pick_device
 
+    from ..progress import RecordsBar
     from ..starting import start
 
     flags["device"] = pick_device(device)
@@ -74,4 +76,7 @@ def sft(
     where = find_project(Path.cwd())
     project = load_project(where) if where else None
     given = SftFlags(**flags, settings=settings)
-    start(resolve_sft(given, project, Path.cwd(), measure, download=not dry_run), new, dry_run)
+    with RecordsBar("tokenising") as bar:
+        counted = partial(measure, progress=bar.update)
+        resolved = resolve_sft(given, project, Path.cwd(), counted, download=not dry_run)
+    start(resolved, new, dry_run)

@@ -6,6 +6,7 @@ exists; the ranks then find them in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,11 @@ from .chat_set import ChatSet, open_chat
 from .chat_template import ChatTokenizer, load_chat_tokenizer
 
 
-def open_whole(path: Path, tokenizer: str, sft: SftSettings, cache: Path) -> ChatSet:
+def open_whole(
+    path: Path, tokenizer: str, sft: SftSettings, cache: Path, progress: Callable[[int], None] | None = None
+) -> ChatSet:
     """The tokenised chats at `path`, held-out ones included; tokenised now unless they were before."""
-    return open_chat(path, tokenizer, sft.max_tokens, sft.too_long, cache, sft.max_bad_share)
+    return open_chat(path, tokenizer, sft.max_tokens, sft.too_long, cache, sft.max_bad_share, progress)
 
 
 def content(chats: ChatSet) -> str:
@@ -48,8 +51,12 @@ def prompt_ids(tokenizer: ChatTokenizer, sft: SftSettings, model: ModelShape) ->
     return found
 
 
-def measure(wanted: Wanted) -> Measured:
+def measure(wanted: Wanted, progress: Callable[[int], None] | None = None) -> Measured:
     """Tokenises the chats of a run, or finds them tokenised.
+
+    Args:
+        wanted: the chats, and what they are for.
+        progress: told the records read so far.
 
     Raises:
         InputError: as `load_chat_tokenizer`, `prompt_ids` and `open_chat`; ids beyond the model's vocabulary.
@@ -61,7 +68,7 @@ def measure(wanted: Wanted) -> Measured:
         raise InputError(what, wanted.where, "--tokenizer with the one that the weights were trained with")
     sft = wanted.settings
     prompt_ids(tokenizer, sft, wanted.model)
-    chats = open_whole(wanted.data, wanted.tokenizer, sft, wanted.cache)
+    chats = open_whole(wanted.data, wanted.tokenizer, sft, wanted.cache, progress)
     train, held = chats.split(sft.eval_share, sft.seed)
     lengths = train.lengths.astype(np.float64)
     data = ChatData(

@@ -14,9 +14,7 @@ from ..data.chat_template import load_chat_tokenizer
 from ..model.decoder import Decoder
 from ..model.generate import Generator, Sampling
 from .chat_feed import ChatFeed
-from .metrics import MetricsLog
-
-FILE = "samples.jsonl"
+from .metrics import SAMPLES, MetricsLog
 
 
 class Answers:
@@ -41,7 +39,7 @@ class Answers:
             self.prompts = [ids for ids in feed.prompts(config.sft.answers) if len(ids) <= room]
         self.generator = Generator(model, [config.chat.turn_end])
         self.sampling = Sampling(max_new_tokens=config.sft.answer_tokens)
-        self.log = MetricsLog(folder, resume_step, tensorboard=False, file=FILE)
+        self.log = MetricsLog(folder, resume_step, tensorboard=False, file=SAMPLES)
 
     def write(self, step: int) -> list[dict[str, Any]]:
         """Answers all prompts; the lines that were written."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 FILE = "metrics.jsonl"
+SAMPLES = "samples.jsonl"  # answers of fine-tuning to fixed prompts (answers.py)
 
 
 class MetricsLog:
@@ -140,10 +141,10 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not standard JSON")
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path, file: str = FILE) -> list[dict[str, Any]]:
     """All records of a run in the order written; [] when there are none yet. Safe while the run is going on.
 
     Raises:
         InputError: with file and line, when a line other than a torn last one is damaged.
     """
-    return [record for _, record in _lines(run_dir / FILE)]
+    return [record for _, record in _lines(run_dir / file)]
