@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 from infir2_core.config.presets import load_preset
-from infir2_core.config.schema import ALIGNMENT, RunConfig, Source
+from infir2_core.config.schema import RunConfig, Source
 from infir2_core.data.batch import Batch, filled
 from infir2_core.data.chat_set import ChatSample
 from infir2_core.data.packing import pack, packed_batch
 from infir2_core.engines.native import NativeEngine
 from infir2_core.engines.ranks import Ranks
 from infir2_core.precision.recipe import load_recipe
+from infir2_core.train.chat_feed import size_of
 
 
 def padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -98,14 +99,15 @@ def main() -> None:
     engine.model.initialise(0.008, 1)
     groups = padded(lengths, args.row_tokens)
     longest = [max(lengths[i] for i in group) for group in groups]
-    arms = {
-        "packed": [
-            filled(packed_batch([samples[i] for i in row]), ALIGNMENT) for row in pack(lengths, args.row_tokens)
-        ],
+    flat = {
+        "packed": [packed_batch([samples[i] for i in row]) for row in pack(lengths, args.row_tokens)],
         "padded": [
-            filled(packed_batch([grown(samples[i], most) for i in group]), ALIGNMENT)
-            for group, most in zip(groups, longest, strict=True)
+            packed_batch([grown(samples[i], most) for i in group]) for group, most in zip(groups, longest, strict=True)
         ],
+    }
+    arms = {
+        name: [filled(batch, size_of(len(batch.tokens_T), args.row_tokens)) for batch in batches]
+        for name, batches in flat.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(args.repeat + 1):

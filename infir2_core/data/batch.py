@@ -59,12 +59,12 @@ def rows_to_batch(rows: Sequence[Tensor]) -> Batch:
     return Batch(tokens, targets, torch.ones(len(tokens)), positions, lengths)
 
 
-def filled(batch: Batch, multiple: int) -> Batch:
-    """The batch with one more sequence, of weight 0, that makes its tokens a multiple of `multiple`.
+def filled(batch: Batch, size: int) -> Batch:
+    """The batch with one more sequence, of weight 0, that makes its tokens `size`.
 
     FP8 kernels cut the tokens of a microbatch into blocks; nothing that is trained sees these.
     """
-    short = -len(batch.tokens_T) % multiple
+    short = size - len(batch.tokens_T)
     if not short:
         return batch
     zeros = torch.zeros(short, dtype=torch.int64)

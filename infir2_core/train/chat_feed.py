@@ -3,8 +3,8 @@
 The samples of all epochs make one long row, from which each step takes the next `global_batch`: a batch may begin in
 one epoch and end in the next, and only the last one of the run may be smaller. So every sample is trained on exactly
 `epochs` times. Within a step, samples go longest first to the rank with the fewest tokens, and each rank packs its own
-into as few microbatches of `row_tokens` as best-fit finds. Microbatches hold no padding but up to `ALIGNMENT` - 1
-tokens that fill them up to whole blocks; ranks may have different numbers of them.
+into as few microbatches of `row_tokens` as best-fit finds; ranks may have different numbers of them. Microbatches hold
+no padding but what fills them up to one of few sizes (`size_of`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,8 @@ from ..data.packing import pack, packed_batch
 from ..engines.ranks import Ranks
 from ..errors import InputError
 from .feed import Share
+
+SIZES = 64  # of microbatches, at most about so many
 
 
 class ChatFeed:
@@ -41,24 +42,27 @@ class ChatFeed:
             what = "the chats, their tokenizer or its template are not those that the run began with"
             raise InputError(what, data.prefix, "bring the earlier ones back, or start again with --new")
         self.chats, self.held = whole.split(sft.eval_share, sft.seed)
+        self.lengths = self.chats.lengths  # of all samples: made anew each time it is asked for
         self._orders = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(self.chats), self.sft.seed, epoch))
 
     def step(self, samples: int) -> Share:
         stop = min(samples + self.sft.global_batch, self.sft.epochs * len(self.chats))
         chosen = [int(self._orders(i // len(self.chats))[i % len(self.chats)]) for i in range(samples, stop)]
-        lengths = self.chats.lengths[chosen]
-        shares = [self._rows(self.chats, [chosen[i] for i in part]) for part in split(lengths, self.ranks.world)]
+        lengths = self.lengths[chosen]
+        shares = [self._rows(lengths, part) for part in split(lengths, self.ranks.world)]
         tokens = int(lengths.sum())
-        sizes = [int(self.chats.lengths[row].sum()) for rows in shares for row in rows]
-        batches = [self._batch(self.chats, row) for row in shares[self.ranks.rank]]
+        sizes = [int(lengths[row].sum()) for rows in shares for row in rows]
+        batches = [self._batch(self.chats, [chosen[i] for i in row]) for row in shares[self.ranks.rank]]
         context = float((lengths**2).sum() / tokens)
-        return Share(batches, len(chosen), tokens, sum(-size % ALIGNMENT for size in sizes), context)
+        filler = sum(size_of(size, self.sft.row_tokens) - size for size in sizes)
+        return Share(batches, len(chosen), tokens, filler, context)
 
     def held_out(self) -> Iterator[Batch] | None:
         if not len(self.held) or not self.sft.eval_every:
             return None
-        mine = split(self.held.lengths, self.ranks.world)[self.ranks.rank]
-        return (self._batch(self.held, row) for row in self._rows(self.held, mine))
+        lengths = self.held.lengths
+        mine = split(lengths, self.ranks.world)[self.ranks.rank]
+        return (self._batch(self.held, row) for row in self._rows(lengths, mine))
 
     def prompts(self, count: int) -> list[list[int]]:
         """Ids of the first `count` held-out conversations up to the first token that is trained."""
@@ -69,16 +73,26 @@ class ChatFeed:
             found.append(sample.tokens[: first + 1].tolist())
         return found
 
-    def _rows(self, chats: ChatSet, samples: Sequence[int]) -> list[list[int]]:
-        """The samples in groups of at most `row_tokens`."""
-        packed = pack([int(chats.lengths[i]) for i in samples], self.sft.row_tokens)
+    def _rows(self, lengths: np.ndarray, samples: Sequence[int]) -> list[list[int]]:
+        """The samples in groups of at most `row_tokens`; `lengths` are those of all that `samples` count."""
+        packed = pack(lengths[list(samples)], self.sft.row_tokens)
         return [[samples[i] for i in row] for row in packed]
 
     def _batch(self, chats: ChatSet, row: Sequence[int]) -> Batch:
-        return filled(packed_batch([chats.sample(i) for i in row]), ALIGNMENT)
+        batch = packed_batch([chats.sample(i) for i in row])
+        return filled(batch, size_of(len(batch.tokens_T), self.sft.row_tokens))
 
 
-def split(lengths: np.ndarray[Any, Any], parts: int) -> list[list[int]]:
+def size_of(tokens: int, row_tokens: int) -> int:
+    """Tokens that a microbatch of `tokens` is filled up to: the next 64th of `row_tokens`, in blocks of `ALIGNMENT`.
+
+    Few sizes recur, so that what is compiled, chosen or allocated for a shape is found again.
+    """
+    unit = max(1, row_tokens // SIZES // ALIGNMENT) * ALIGNMENT
+    return min(-(-tokens // unit) * unit, row_tokens)
+
+
+def split(lengths: np.ndarray, parts: int) -> list[list[int]]:
     """Indices of `lengths` in `parts` groups of about the same sum: the longest first, each to the smallest group."""
     groups: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
