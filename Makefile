@@ -1,7 +1,8 @@
-# make demo    corpus, two short runs (bf16, infir2), a picture of both loss curves: demo.png
-# make test    the test suite
-# make lint    ruff and mypy
-# make soak    kills a run at least 200 times and counts what was lost
+# make demo       corpus, two short runs (bf16, infir2), a picture of both loss curves: demo.png
+# make demo-sft   the run of `demo` fine-tuned in two stages on questions about Python functions, and what it answers
+# make test       the test suite
+# make lint       ruff and mypy
+# make soak       kills a run at least 200 times and counts what was lost
 # Every target makes the environment in .venv by itself. PYTHON and VENV may be given: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test lint soak env clean
+.PHONY: demo demo-sft test lint soak env clean
 
 env: $(STAMP)
 
@@ -33,6 +34,15 @@ demo: $(STAMP)
 	$(BIN)/infir2 cpt --size tiny --data data/stdlib --recipe bf16 --name demo-bf16
 	$(BIN)/infir2 cpt --size tiny --data data/stdlib --recipe infir2 --name demo-infir2
 	$(BIN)/infir2 runs compare demo-bf16 demo-infir2 --png demo.png
+
+demo-sft: $(STAMP)
+	$(BIN)/infir2 data prepare python-stdlib --out data/stdlib --tokenizer byte
+	$(BIN)/infir2 cpt --size tiny --data data/stdlib --recipe infir2 --name demo-infir2
+	$(BIN)/infir2 data chat-demo --out data/chat.jsonl --limit 3000
+	$(BIN)/infir2 sft --stage 1 --size tiny --from demo-infir2 --data data/chat.jsonl --epochs 1 --eval-every 100 --name demo-sft-1
+	$(BIN)/infir2 sft --stage 2 --size tiny --from demo-sft-1 --data data/chat.jsonl --epochs 1 --eval-every 100 --name demo-sft-2
+	$(BIN)/infir2 runs compare demo-sft-1 demo-sft-2 --png demo-sft.png
+	$(BIN)/python benchmarks/demo_sft.py runs/demo-sft-1 runs/demo-sft-2
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -q

@@ -15,7 +15,21 @@ import typer
 from typer.core import TyperGroup
 
 from infir2_cli import output
-from infir2_cli.commands import bench, cast_fp8, convert, cpt, data, env, generate, hub, init, presets, recipes, runs
+from infir2_cli.commands import (
+    bench,
+    cast_fp8,
+    convert,
+    cpt,
+    data,
+    env,
+    generate,
+    hub,
+    init,
+    presets,
+    recipes,
+    runs,
+    sft,
+)
 from infir2_core import __version__
 from infir2_core.errors import Infir2Error, UsageError, nearest
 
@@ -57,6 +71,7 @@ def _root(
 
 app.command("init")(init.init)
 app.command("cpt")(cpt.cpt)
+app.command("sft")(sft.sft)
 app.command("generate")(generate.generate)
 app.command("cast-fp8")(cast_fp8.cast_fp8)
 app.add_typer(convert.app, name="convert", cls=Group)

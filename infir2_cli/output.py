@@ -69,20 +69,6 @@ def say(text: str, style: str = "") -> None:
         _console(stderr=False).print(text, style=style or None, soft_wrap=True)
 
 
-def in_colour() -> bool:
-    """Whether what is said appears in colours: on a terminal, unless NO_COLOR is set."""
-    shown = _console(stderr=False)
-    return shown.color_system is not None and not shown.no_color
-
-
-def paint(pieces: Sequence[tuple[str, str]]) -> None:
-    """Print (text, style) pieces one after the other, and end the line; silent in `--json` mode."""
-    if not _json_mode:
-        from rich.text import Text
-
-        _console(stderr=False).print(Text.assemble(*pieces), soft_wrap=True)
-
-
 def say_part(text: str) -> None:
     """Print text as it is, without an end of line, at once; silent in `--json` mode.
 
@@ -97,6 +83,20 @@ def say_part(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         drop(sys.stdout)
+
+
+def in_colour() -> bool:
+    """Whether what is said appears in colours: on a terminal, unless NO_COLOR is set."""
+    shown = _console(stderr=False)
+    return shown.color_system is not None and not shown.no_color
+
+
+def paint(pieces: Sequence[tuple[str, str]]) -> None:
+    """Print (text, style) pieces one after the other, and end the line; silent in `--json` mode."""
+    if not _json_mode:
+        from rich.text import Text
+
+        _console(stderr=False).print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def warn(text: str) -> None:

@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -23,6 +24,7 @@ from rich.progress import (
 from . import output
 
 PLAIN_EVERY_S = 15.0
+SHOWN = 100  # characters of an answer
 
 
 class TrainingView:
@@ -87,6 +89,12 @@ class TrainingView:
         """A validation."""
         self._write(f"step {record['step']}: validation loss {record['loss']:.4f}", show=True)
 
+    def sampled(self, record: dict[str, Any]) -> None:
+        """An answer to a fixed prompt: its beginning, one line; all of it is in samples.jsonl."""
+        text = " ".join(record["completion"].split())
+        end = "" if record["finish"] == "stop" else f" (cut at {record['tokens']} tokens)"
+        self._write(f"  answers: {text[:SHOWN]}{'...' if len(text) > SHOWN else ''}{end}", show=True)
+
     def _write(self, text: str, show: bool) -> None:
         self._log.write(text + "\n")
         self._log.flush()
@@ -119,3 +127,26 @@ class BytesBar:
     def update(self, done: int, total: int, what: str | None = None) -> None:
         """`done` of `total` bytes; `what` replaces the text before the bar."""
         self._bar.update(self._task, completed=done, total=total, description=what)
+
+
+class RecordsBar:
+    """A count of records read, while data of unknown length is; on a terminal only, on stderr in `--json` mode."""
+
+    def __init__(self, what: str) -> None:
+        console = output.console()
+        columns = (SpinnerColumn(), TextColumn("{task.description}  {task.completed:,} records"))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> RecordsBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, done: int) -> None:
+        """`done` records so far."""
+        self._bar.update(self._task, completed=done)

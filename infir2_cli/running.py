@@ -40,12 +40,12 @@ def run(folder: RunFolder) -> tuple[int, dict[str, Any]]:
         outcome = _train(folder, attempt, log, stop)
         code = STOPPED if outcome.stopped else 0
         write_exit(attempt, 0, code)
-    result = {"run": str(folder.path), "step": outcome.step, "steps": config.cpt.steps, "loss": outcome.loss}
+    result = {"run": str(folder.path), "step": outcome.step, "steps": config.train.steps, "loss": outcome.loss}
     result |= {"eval_loss": outcome.eval_loss, "stopped": outcome.stopped}
     if outcome.stopped:
         say(f"stopped at step {outcome.step} ({outcome.stopped}); the same command resumes it")
     else:
-        say(f"{config.name} is complete: step {outcome.step} of {config.cpt.steps}")
+        say(f"{config.name} is complete: step {outcome.step} of {config.train.steps}")
     return code, result
 
 
@@ -69,7 +69,7 @@ def _train(folder: RunFolder, attempt: Path, log: Path, stop: StopRequest) -> Ou
     config, failed = folder.config, True
     workers = Workers(folder.path, attempt, config.ranks, die)
     try:
-        with TrainingView(config.cpt.steps, log) as view:
+        with TrainingView(config.train.steps, log) as view:
             ranks = Ranks.join(config.ranks, config.device)
             outcome = Run(config, folder.recipe, folder.path, ranks, view, stop).train()
             ranks.leave()
@@ -78,7 +78,9 @@ def _train(folder: RunFolder, attempt: Path, log: Path, stop: StopRequest) -> Ou
     except BaseException as error:
         shown: BaseException = error
         if isinstance(error, torch.OutOfMemoryError):
-            hint = "lower --micro-batch or --seq-len, or use --recompute selective or full"
+            hint = (
+                "make microbatches smaller (--micro-batch or --seq-len; --row-tokens), or --recompute selective or full"
+            )
             shown = MachineError(f"out of memory: {str(error).splitlines()[0]}", "training", hint)
         elif isinstance(error, Exception) and not isinstance(error, Infir2Error):
             shown = workers.explain(error)

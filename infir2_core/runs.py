@@ -196,12 +196,7 @@ class Run:
     @property
     def recipe(self) -> str:
         """Name of the precision recipe."""
-        return str(self.stage_settings.recipe)
-
-    @property
-    def stage_settings(self) -> Any:
-        """The settings of the run's own stage, such as `config.cpt`."""
-        return getattr(self.config, self.config.stage)
+        return str(self.config.train.recipe)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -228,6 +223,8 @@ def read_run(run_dir: Path) -> Run:
 class Summary:
     """One line of `runs list`. Losses in nats per token, throughput the median over steps, memory the peak in GB.
 
+    Shares are those of fine-tuning, means over steps: fillers among what was computed, trained tokens among all.
+
     `status` is one of new, running, stopped (on request, resumable), crashed, finished, unreadable.
     """
 
@@ -244,6 +241,8 @@ class Summary:
     tokens: int = 0
     tok_per_s: float | None = None
     memory_gb: float | None = None
+    padding_share: float | None = None
+    trained_share: float | None = None
     skipped: int = 0
     attempts: int = 0
     updated: float = 0.0
@@ -268,14 +267,14 @@ def summarise(run_dir: Path) -> Summary:
         return Summary(run_dir.name, str(run_dir), "unreadable", problem=f"{error.what}{where}")
     steps, evals, tries = run.steps, run.evals, attempts(run_dir)
     done = steps[-1]["step"] if steps else 0
-    planned = run.stage_settings.steps
+    planned = run.config.train.steps
     metrics_file = run_dir / "metrics.jsonl"
     throughput, memory = values(steps, "tok_per_s"), values(steps, "memory_gb")
     return Summary(
         name=run.name,
         path=str(run_dir),
         status=_status(run_dir, tries, done, planned),
-        stage=run.config.stage,
+        stage=run.config.title,
         size=run.config.size,
         recipe=run.recipe,
         steps_done=done,
@@ -285,11 +284,17 @@ def summarise(run_dir: Path) -> Summary:
         tokens=int(max(values(steps, "tokens"), default=0)),
         tok_per_s=statistics.median(throughput) if throughput else None,
         memory_gb=max(memory, default=None),
+        padding_share=_mean(values(steps, "padding_share")),
+        trained_share=_mean(values(steps, "trained_share")),
         skipped=sum(record.get("skipped") is True for record in steps),
         attempts=len(tries),
         updated=(metrics_file if metrics_file.exists() else run_dir / CONFIG).stat().st_mtime,
         problem=tries[-1].what if tries and tries[-1].exit_code not in (0, STOPPED) else "",
     )
+
+
+def _mean(numbers: list[float]) -> float | None:
+    return statistics.fmean(numbers) if numbers else None
 
 
 def _status(run_dir: Path, tries: list[Attempt], done: int, planned: int) -> str:

@@ -70,7 +70,9 @@ def generate(
     if own.size > found.weights.shape.vocab:
         what = f"the tokenizer has {own.size:,} ids, but the model's vocabulary has {found.weights.shape.vocab:,}"
         raise InputError(what, f"--tokenizer {own.ref}", "use the tokenizer that the model was trained with")
-    ids = encode(prompts, own, chat, system, found.weights.shape.max_positions)
+    ids = encode(
+        prompts, own, found.chat if chat is None and not tokenizer else chat, system, found.weights.shape.max_positions
+    )
     with BytesBar("loading") as bar:
         generator = Generator(load_model(found, used, chosen, bar.update), end_ids(found, own), batch)
     found.weights.close()

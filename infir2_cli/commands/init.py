@@ -65,6 +65,9 @@ def init(
         say(f"wrote {path}")
         if folder.absolute() != Path.cwd():
             say(f"next: cd {folder}")
+        if imported and imported.sft:
+            say(f"next: infir2 sft --stage {min(imported.sft)} --dry-run")
+            return
         if not imported or not imported.data:
             say("next: infir2 data prepare SOURCE --out data/text")
         say("next: infir2 cpt")
@@ -104,7 +107,8 @@ def imported_text(name: str, imported: Imported) -> str:
 
     from infir2_core.templates import render
 
-    body = tomli_w.dumps({"data": imported.data, "cpt": imported.cpt} if imported.data else {"cpt": imported.cpt})
+    stage = {"sft": imported.sft} if imported.sft else {"cpt": imported.cpt}
+    body = tomli_w.dumps({"data": imported.data, **stage} if imported.data else stage)
     values = {"origin": Path(imported.origin).name, "size": imported.size, "source": imported.source}
     return render("project/imported.toml.j2", name=name, body=body.rstrip("\n"), **values)
 

@@ -34,7 +34,7 @@ def show(
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Architecture and settings of one size, named as in infir2.toml and as flags of `infir2 cpt`."""
+    """Architecture and settings of one size, named as in infir2.toml and as flags of `infir2 cpt` and `infir2 sft`."""
     from infir2_core.config.presets import load_preset
 
     preset = load_preset(size)
@@ -46,6 +46,9 @@ def show(
         say(f"tokens of a full run: {count(preset.tokens)} ({preset.tokens:,})")
         table("Model", ["key", "value"], [[key, value(v)] for key, v in preset.model])
         table("[cpt]", ["key", "value"], [[key, value(v)] for key, v in preset.cpt])
+        one, two = preset.sft["1"].model_dump(), preset.sft["2"].model_dump()
+        rows = [[key, value(one[key]), value(two[key])] for key in one]
+        table("Fine-tuning", ["key", "[sft.1]", "[sft.2]"], rows)
 
     emit(preset.as_dict(), human)
 

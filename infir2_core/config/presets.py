@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..errors import InputError, nearest
 from . import toml
-from .schema import SIZES, CptSettings, ModelShape, Strict
+from .schema import SIZES, CptSettings, ModelShape, SftSettings, SftStage, Strict
 
 FOLDER = Path(__file__).parent / "presets"
 
@@ -23,15 +23,17 @@ class PresetFile(Strict):
     description: str
     model: ModelShape
     cpt: CptSettings
+    sft: dict[SftStage, SftSettings]
 
 
 class Preset(Strict):
-    """A model size: its architecture and the default settings of continual pre-training."""
+    """A model size: its architecture and the default settings of every stage."""
 
     size: str
     description: str
     model: ModelShape
     cpt: CptSettings
+    sft: dict[SftStage, SftSettings]
 
     @property
     def tokens(self) -> int:
@@ -60,4 +62,4 @@ def load_preset(size: str) -> Preset:
     path = FOLDER / f"{size}.toml"
     text = toml.read_text(path)
     content = toml.validate(PresetFile, toml.parse(text, str(path)), text, str(path), "preset")
-    return Preset(size=size, description=content.description, model=content.model, cpt=content.cpt)
+    return Preset(size=size, description=content.description, model=content.model, cpt=content.cpt, sft=content.sft)

@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, create_model, field_validator, model_va
 
 from ..errors import InputError, nearest
 from . import toml
-from .schema import CptSettings, Size, Strict
+from .schema import CptSettings, SftSettings, SftStage, Size, Strict
 
 FILE = "infir2.toml"
 
@@ -58,9 +58,17 @@ class DataSection(Strict):
         return [prefixes] if isinstance(prefixes, str) else prefixes
 
 
-class _CptBase(Strict):
-    tokens: Annotated[int, Field(gt=0)] | None = None
+class _Stage(Strict):
     from_: str = Field("", alias="from")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the stage that the file sets, by name."""
+        own = self.model_dump(exclude={"tokens", "data", "tokenizer", "from_"})
+        return {name: value for name, value in own.items() if value is not None}
+
+
+class _CptBase(_Stage):
+    tokens: Annotated[int, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _one_length(self) -> _CptBase:
@@ -68,27 +76,36 @@ class _CptBase(Strict):
             raise ValueError("steps and tokens both say how long to train; keep one of them")
         return self
 
-    def settings(self) -> dict[str, Any]:
-        """The `CptSettings` that the file sets, by name."""
-        own = self.model_dump(exclude={"tokens", "from_"})
-        return {name: value for name, value in own.items() if value is not None}
+
+class _SftBase(_Stage):
+    data: str = ""
+    tokenizer: str = ""
 
 
-def _optional(name: str) -> Any:
-    """The type of a `CptSettings` field, its limits kept, that may also be left out."""
-    field = CptSettings.model_fields[name]
-    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-    return (kind | None, None)
+def _optional(kind: type[Strict]) -> dict[str, Any]:
+    """The fields of `kind`, their limits kept, each of which may also be left out."""
+    made: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        own: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        made[name] = (own | None, None)
+    return made
 
 
 if TYPE_CHECKING:
     CptSection = _CptBase
+    SftSection = _SftBase
 else:
     CptSection = create_model(
         "CptSection",
         __base__=_CptBase,
         __doc__="[cpt]: any of `CptSettings`, and `tokens` (a length in tokens instead of steps) and `from`.",
-        **{name: _optional(name) for name in CptSettings.model_fields},
+        **_optional(CptSettings),
+    )
+    SftSection = create_model(
+        "SftSection",
+        __base__=_SftBase,
+        __doc__="[sft.1], [sft.2]: any of `SftSettings`, and `data`, `tokenizer` and `from`.",
+        **_optional(SftSettings),
     )
 
 
@@ -100,6 +117,7 @@ class ProjectFile(Strict):
     model: ModelSection = Field(default_factory=lambda: ModelSection.model_validate({}))
     data: dict[str, DataSection] = Field(default_factory=dict)
     cpt: CptSection = Field(default_factory=lambda: CptSection.model_validate({}))
+    sft: dict[SftStage, SftSection] = Field(default_factory=dict)
     _path: Path = PrivateAttr(default=Path(FILE))
     _text: str = PrivateAttr(default="")
 
@@ -148,9 +166,10 @@ def load_project(path: Path) -> ProjectFile:
 def _check_recipe(project: ProjectFile) -> None:
     from ..precision.recipe import list_recipes
 
-    recipe = project.cpt.settings().get("recipe")
-    if recipe is None or (recipe.endswith(".toml") and (project.folder / recipe).is_file()):
-        return
-    known = list_recipes()
-    if recipe not in known:
-        raise InputError(f"no recipe '{recipe}'", project.where("cpt.recipe"), nearest(recipe, known))
+    stages: dict[str, _Stage] = {"cpt": project.cpt} | {f"sft.{stage}": own for stage, own in project.sft.items()}
+    for name, section in stages.items():
+        recipe, known = section.settings().get("recipe"), list_recipes()
+        if recipe is None or (recipe.endswith(".toml") and (project.folder / recipe).is_file()):
+            continue
+        if recipe not in known:
+            raise InputError(f"no recipe '{recipe}'", project.where(f"{name}.recipe"), nearest(recipe, known))

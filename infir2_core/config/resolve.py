@@ -10,22 +10,18 @@ config.toml runfile.py's.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ..errors import InputError, UsageError, nearest
+from .layers import Resolved, Settings, check_name, check_ranks, layered, named
 from .mixture import absolute, mixture
 from .presets import load_preset
 from .project import ProjectFile
-from .runfile import differences, fingerprint, read_config, write_config
-from .schema import SCRATCH_SIZES, SIZES, CptSettings, RunConfig, Source
+from .runfile import differences, read_config, write_config
+from .schema import SCRATCH_SIZES, SIZES, CptSettings, RunConfig, Source, TrainSettings
 from .source import Weights, check_size, find_weights, matching_size
-from .toml import problems
 
 __all__ = ["CptFlags", "Resolved", "differences", "read_config", "resolve_cpt", "write_config"]
 
@@ -82,28 +78,6 @@ class CptFlags:
         return {name: value for name, value in given.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A run's settings, and what the user should know about how they came about."""
-
-    config: RunConfig
-    notes: list[str]
-
-
-@dataclass
-class _Settings:
-    """`CptSettings` under construction: each value with the place that gave it; `given` are not from the base layer."""
-
-    values: dict[str, Any]
-    origin: dict[str, str]
-    given: set[str] = field(default_factory=set)
-
-    def over(self, values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
-        self.values |= values
-        self.origin |= {name: origin[name] for name in values}
-        self.given |= set(values)
-
-
 def resolve_cpt(flags: CptFlags, project: ProjectFile | None, cwd: Path, download: bool = True) -> Resolved:
     """Everything a continual pre-training run needs to know.
 
@@ -128,7 +102,7 @@ def resolve_cpt(flags: CptFlags, project: ProjectFile | None, cwd: Path, downloa
         _decay_length(settings, flags, size, weights, notes)
     else:
         _length(settings, flags, project, size, notes)
-    ranks = 1 if flags.ranks is None else flags.ranks
+    ranks = check_ranks(flags.ranks)
     cpt = _validated(settings, ranks)
     if cpt.seq_len > model.max_positions:
         raise InputError(
@@ -155,9 +129,7 @@ def resolve_cpt(flags: CptFlags, project: ProjectFile | None, cwd: Path, downloa
         ranks=ranks,
         deterministic=flags.deterministic,
     )
-    stage = "cpt-decay" if decay else "cpt"
-    name = flags.name or f"{stage}-{size}-{Path(cpt.recipe).stem}-{fingerprint(config, root)}"
-    return Resolved(config.model_copy(update={"name": name}), notes)
+    return named(config, flags.name, root, notes)
 
 
 def _check_flags(flags: CptFlags) -> bool:
@@ -181,11 +153,8 @@ def _check_flags(flags: CptFlags) -> bool:
         raise UsageError("the decay phase has no warm-up", "--warmup-steps", "leave it out")
     if decay and flags.schedule not in (None, "wsd"):
         raise UsageError(f"the decay phase is one of wsd, not of {flags.schedule}", "--schedule", "leave it out")
-    if flags.ranks is not None and flags.ranks < 1:
-        raise InputError(f"ranks must be at least 1, not {flags.ranks}", "--ranks", "--ranks 1")
-    if flags.name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", flags.name):
-        hint = "use letters, digits, '-', '_' and '.'; --runs chooses the folder"
-        raise InputError(f"'{flags.name}' cannot name a run folder", "--name", hint)
+    check_ranks(flags.ranks)
+    check_name(flags.name)
     return decay
 
 
@@ -223,6 +192,9 @@ def _model(
     if decay and weights.run is None:
         hint = "keep the checkpoint in its run folder: RUN/checkpoints/step-N, beside RUN/config.toml"
         raise InputError("the decay phase needs the settings of the loaded run", f"{origin}: {weights.path}", hint)
+    if decay and weights.run is not None and weights.run.stage != "cpt":
+        what = f"{weights.run.name} is a run of {weights.run.title}, and a decay phase belongs to pre-training"
+        raise InputError(what, origin, "infir2 sft --from takes its weights")
     if size is None:
         size = weights.run.size if weights.run else matching_size(weights.shape)
         if size is None:
@@ -245,41 +217,17 @@ def _reference(flags: CptFlags, project: ProjectFile | None, cwd: Path) -> tuple
     return None, "", cwd
 
 
-def _layers(flags: CptFlags, project: ProjectFile | None, cwd: Path, size: str, loaded: Weights | None) -> _Settings:
+def _layers(flags: CptFlags, project: ProjectFile | None, cwd: Path, size: str, loaded: Weights | None) -> Settings:
     """The settings of the three layers put together; `loaded` replaces the preset in a decay phase."""
-    base, origin = load_preset(size).cpt, f"preset {size}"
-    if loaded and loaded.run:
+    base: TrainSettings = load_preset(size).cpt
+    origin, own = f"preset {size}", project.cpt.settings() if project else {}
+    if loaded and loaded.run and loaded.run.cpt:
         base, origin = loaded.run.cpt, str(loaded.config)
-    settings = _Settings(base.model_dump(), dict.fromkeys(CptSettings.model_fields, origin))
-    if project:
-        own = project.cpt.settings()
-        if loaded:
-            own = {name: value for name, value in own.items() if name not in _FULL_RUN_ONLY}
-        if "recipe" in own:
-            own["recipe"] = _recipe(own["recipe"], project.folder, project.where("cpt.recipe"))
-        settings.over(own, {name: project.where(f"cpt.{name}") for name in own})
-    own = flags.settings()
-    if "recipe" in own:
-        own["recipe"] = _recipe(own["recipe"], cwd, "--recipe")
-    settings.over(own, {name: _flag(name) for name in own})
-    return settings
+        own = {name: value for name, value in own.items() if name not in _FULL_RUN_ONLY}
+    return layered(base, origin, project, "cpt", own, flags.settings(), cwd)
 
 
-def _recipe(name: str, base: Path, where: str) -> str:
-    """A recipe's name, or the absolute path of its file."""
-    from ..precision.recipe import list_recipes
-
-    if name.endswith(".toml"):
-        path = absolute(name, base)
-        if not path.is_file():
-            raise InputError(f"no recipe file {path}", where, "infir2 recipes show infir2 --toml prints one")
-        return str(path)
-    if name not in (known := list_recipes()):
-        raise InputError(f"no recipe '{name}'", where, nearest(name, known))
-    return name
-
-
-def _length(settings: _Settings, flags: CptFlags, project: ProjectFile | None, size: str, notes: list[str]) -> None:
+def _length(settings: Settings, flags: CptFlags, project: ProjectFile | None, size: str, notes: list[str]) -> None:
     """Steps from tokens; warm-up and decay of the preset cut to their share where they no longer fit."""
     values, preset = settings.values, load_preset(size).cpt
     tokens, where = flags.tokens, "--tokens"
@@ -297,9 +245,9 @@ def _length(settings: _Settings, flags: CptFlags, project: ProjectFile | None, s
         notes.append(f"{name} {before} -> {values[name]}: the preset's share of {steps} steps")
 
 
-def _decay_length(settings: _Settings, flags: CptFlags, size: str, weights: Weights, notes: list[str]) -> None:
+def _decay_length(settings: Settings, flags: CptFlags, size: str, weights: Weights, notes: list[str]) -> None:
     """No warm-up, and a decay over the whole phase unless both lengths were given."""
-    assert weights.run is not None
+    assert weights.run is not None and weights.run.cpt is not None
     loaded = weights.run.cpt
     stable = loaded.steps - loaded.decay_steps
     if not weights.gone and (weights.run.phase == "decay" or loaded.schedule != "wsd" or weights.step > stable):
@@ -316,7 +264,7 @@ def _decay_length(settings: _Settings, flags: CptFlags, size: str, weights: Weig
     notes.append(f"decay phase of {values['steps']} steps; other settings come from {weights.config} unless given")
 
 
-def _steps(tokens: float, settings: _Settings, where: str, notes: list[str]) -> int:
+def _steps(tokens: float, settings: Settings, where: str, notes: list[str]) -> int:
     if not math.isfinite(tokens) or tokens < 1 or tokens != int(tokens):
         raise InputError(f"tokens must be a whole number above 0, not {tokens:g}", where, "for example --tokens 2e9")
     batch = settings.values["global_batch"] * settings.values["seq_len"]
@@ -327,7 +275,7 @@ def _steps(tokens: float, settings: _Settings, where: str, notes: list[str]) -> 
     return steps
 
 
-def _validated(settings: _Settings, ranks: int) -> CptSettings:
+def _validated(settings: Settings, ranks: int) -> CptSettings:
     values = settings.values
     total, micro = values["global_batch"], values["micro_batch"]
     if total > 0 and micro > 0 and total % (micro * ranks):
@@ -338,22 +286,4 @@ def _validated(settings: _Settings, ranks: int) -> CptSettings:
             places["--ranks"] = None
         what = f"global_batch ({total}) must be a multiple of micro_batch ({micro}) x ranks ({ranks}) = {size}"
         raise InputError(what, ", ".join(places), f"--global-batch {valid} is the nearest valid value")
-    try:
-        return CptSettings.model_validate(values, strict=True)
-    except ValidationError as error:
-        lines = []
-        for key, message in problems(error, CptSettings):
-            named = [name for name in CptSettings.model_fields if re.search(rf"\b{name}\b", message)]
-            names = [str(part) for part in key] or named
-            where = ", ".join(dict.fromkeys(settings.origin[name] for name in names))
-            lines.append((message, where, "change " + " or ".join(_flag(name) for name in names)))
-        if len(lines) == 1:
-            raise InputError(*lines[0]) from error
-        what = "\n".join(
-            [f"{len(lines)} settings are wrong:", *(f"  {where}: {message}" for message, where, _ in lines)]
-        )
-        raise InputError(what) from error
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return settings.checked(CptSettings)

@@ -23,7 +23,7 @@ OUTSIDE = {"name", "runs", "device", "ranks"}
 
 def write_config(config: RunConfig, path: Path) -> None:
     """Writes a run's settings; the file appears complete or not at all. An `OSError` is left to the caller."""
-    toml.write(path, config.model_dump(mode="json"))
+    toml.write(path, config.model_dump(mode="json", exclude_none=True))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -59,15 +59,16 @@ def fingerprint(config: RunConfig, root: Path) -> str:
     """
     data = _identity(config)
     data["source"]["path"] = _portable(data["source"]["path"], root)
-    data["cpt"]["recipe"] = _portable(data["cpt"]["recipe"], root)
+    data[config.stage]["recipe"] = _portable(config.train.recipe, root)
     for blend in data["data"]:
         blend["prefix"] = _portable(blend["prefix"], root)
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:6]
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
-    """What a run is: a corpus counts by its content, wherever it lies."""
-    data = config.model_dump(mode="json", exclude=OUTSIDE)
+    """What a run is: a corpus counts by its content, wherever it lies, and that of fine-tuning is of token ids."""
+    outside = OUTSIDE | ({"tokenizer"} if config.stage == "sft" else set())
+    data = config.model_dump(mode="json", exclude=outside, exclude_none=True)
     for blend in data["data"]:
         if blend["content"]:
             blend["prefix"] = Path(blend["prefix"]).name

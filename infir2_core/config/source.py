@@ -88,6 +88,24 @@ def _started_from(checkpoint: Path, runs: Path) -> Weights | None:
     return None
 
 
+def newest_run(runs: Path, title: str, size: str | None) -> Weights | None:
+    """The newest complete checkpoint of the run of stage `title` (such as "sft-1") that was written to last.
+
+    Args:
+        size: None for any.
+    """
+    found: list[tuple[float, Weights]] = []
+    for file in sorted(runs.glob(f"*/{CONFIG}")):
+        try:
+            run = read_config(file)
+            if run.title == title and size in (None, run.size) and (file.parent / CHECKPOINTS).is_dir():
+                weights = open_native(file.parent, str(file.parent))
+                found.append(((weights.path / MANIFEST).stat().st_mtime, weights))
+        except InputError:
+            continue  # damaged, or without a checkpoint so far
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
 def matching_size(shape: ModelShape) -> str | None:
     """The size whose preset has this architecture."""
     return next((p.size for p in list_presets() if all(getattr(p.model, f) == getattr(shape, f) for f in FIXED)), None)

@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args
 
 import tomli_w
@@ -192,4 +193,6 @@ def _keys(model: type[BaseModel], loc: Iterable[str | int]) -> list[str]:
             here = next(f.annotation for name, f in here.model_fields.items() if part in (name, f.alias))
         else:  # `part` is the name of a `[data.NAME]` table or the index of a list
             here = get_args(here)[-1]
+        if isinstance(here, UnionType):  # a table that may be absent
+            here = next(kind for kind in get_args(here) if kind is not type(None))
     return [field.alias or name for name, field in here.model_fields.items()]

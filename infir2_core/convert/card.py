@@ -175,15 +175,25 @@ def card_text(facts: Facts) -> str:
 
 
 def _training(run: RunConfig) -> list[tuple[str, str]]:
-    cpt = run.cpt
-    return [
-        ("stage", run.stage if run.phase == "full" else f"{run.stage}, {run.phase} phase"),
-        ("steps planned", f"{cpt.steps:,}"),
-        ("tokens a step", f"{cpt.global_batch * cpt.seq_len:,} ({cpt.global_batch} sequences of {cpt.seq_len:,})"),
-        ("schedule", f"{cpt.schedule}: warm-up {cpt.warmup_steps:,}, decay {cpt.decay_steps:,} steps"),
-        ("learning rate", f"{cpt.lr:g} to {cpt.min_lr:g}"),
-        ("AdamW", f"betas {cpt.beta1:g}, {cpt.beta2:g}; weight decay {cpt.weight_decay:g}; clip {cpt.clip:g}"),
-        ("seed", str(cpt.seed)),
+    train = run.train
+    phase = {"full": "", "decay": ", decay phase"}.get(run.phase, f", stage {run.phase}")
+    rows = [("stage", f"{run.stage}{phase}")]
+    if run.cpt:
+        tokens = f"{run.cpt.global_batch * run.cpt.seq_len:,} ({run.cpt.global_batch} sequences of {run.cpt.seq_len:,})"
+        rows += [("steps planned", f"{train.steps:,}"), ("tokens a step", tokens)]
+    if run.sft and run.chat:
+        rows += [
+            (
+                "epochs",
+                f"{run.sft.epochs} of {run.chat.samples:,} samples, {train.steps:,} steps of {train.global_batch}",
+            ),
+            ("tokens an epoch", f"{run.chat.tokens:,}, {run.chat.trained_tokens:,} of them trained on"),
+        ]
+    return rows + [
+        ("schedule", f"{train.schedule}: warm-up {train.warmup_steps:,}, decay {train.decay_steps:,} steps"),
+        ("learning rate", f"{train.lr:g} to {train.min_lr:g}"),
+        ("AdamW", f"betas {train.beta1:g}, {train.beta2:g}; weight decay {train.weight_decay:g}; clip {train.clip:g}"),
+        ("seed", str(train.seed)),
         ("tokenizer", Path(run.tokenizer).name or "not recorded"),
     ]
 

@@ -34,16 +34,22 @@ Watch = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Beside:
-    """What stands beside the weights: files by name (their text), and the folder whose files are copied otherwise."""
+    """What stands beside the weights: files by name (their text), and the folder whose files are copied otherwise.
+
+    `config` has keys of config.json that training decided; files named in `without` are not copied.
+    """
 
     origin: Path | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     def files(self) -> list[Path]:
         """Files of `origin` to copy, relative to it."""
         if self.origin is None:
             return []
-        return [file for file in side_files(self.origin) if str(file) not in (*self.texts, "cast_report.json")]
+        left = (*self.texts, *self.without, "cast_report.json")
+        return [file for file in side_files(self.origin) if str(file) not in left]
 
 
 def export_hf(
@@ -72,7 +78,7 @@ def export_hf(
     """
     beside, target = beside or Beside(), DTYPES[dtype]
     check_out(out, beside.origin)
-    config = _config(weights.shape, dtype, beside.origin)
+    config = _config(weights.shape, dtype, beside.origin) | dict(beside.config)
     shards = _shards({name: shape for name, (_, shape) in weights.tensors.items()}, target, shard_bytes)
     total, written = stored_bytes(weights.tensors), stored_bytes(weights.tensors, target)
     copies = sum((beside.origin / file).stat().st_size for file in beside.files()) if beside.origin else 0

@@ -32,13 +32,15 @@ class Found:
         weights: opened and, for a checkpoint of ours, verified.
         recipe: what it was trained with, as its folder or run says; None: that is not known.
         tokenizer: reference for `load_tokenizer`; empty: not known.
-        ends: ids that config.json and generation_config.json call eos.
+        ends: ids that config.json and generation_config.json call eos, or that end a turn in a run of fine-tuning.
+        chat: whether prompts are a user's turn; None: where the tokenizer has a chat template.
     """
 
     weights: Weights
     recipe: Recipe | None
     tokenizer: str
     ends: frozenset[int]
+    chat: bool | None = None
 
 
 def find_model(folder: Path, where: str) -> Found:
@@ -58,11 +60,14 @@ def find_model(folder: Path, where: str) -> Found:
     home = opened.path.parent.parent
     inside = opened.path.parent.name == CHECKPOINTS and (home / CONFIG).is_file()
     tokenizer, ends = run.tokenizer if run else "", frozenset[int]()
+    if run and run.chat:
+        ends = frozenset({run.chat.turn_end})
     if run and run.source.kind == "hf":
         origin = Path(run.source.path)
-        ends = _ends(origin)
+        ends |= _ends(origin)
         tokenizer = tokenizer or (str(origin) if (origin / "tokenizer.json").is_file() else "")
-    return Found(opened, read_recipe(home) if inside else None, tokenizer, ends)
+    chat = run.chat is not None if run and tokenizer == BYTE else None
+    return Found(opened, read_recipe(home) if inside else None, tokenizer, ends, chat)
 
 
 def choose_recipe(found: Found, wanted: str | None) -> Recipe:

@@ -57,3 +57,21 @@ def rows_to_batch(rows: Sequence[Tensor]) -> Batch:
     positions = torch.cat([torch.arange(len(row) - 1) for row in rows])
     lengths = tuple(len(row) - 1 for row in rows)
     return Batch(tokens, targets, torch.ones(len(tokens)), positions, lengths)
+
+
+def filled(batch: Batch, size: int) -> Batch:
+    """The batch with one more sequence, of weight 0, that makes its tokens `size`.
+
+    FP8 kernels cut the tokens of a microbatch into blocks; nothing that is trained sees these.
+    """
+    short = size - len(batch.tokens_T)
+    if not short:
+        return batch
+    zeros = torch.zeros(short, dtype=torch.int64)
+    return Batch(
+        torch.cat([batch.tokens_T, zeros]),
+        torch.cat([batch.targets_T, zeros]),
+        torch.cat([batch.weights_T, torch.zeros(short)]),
+        torch.cat([batch.positions_T, torch.arange(short)]),
+        (*batch.lengths, short),
+    )

@@ -238,10 +238,10 @@ def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: in
         raise InputError("this holds no records", where, "give a file with chat data")
     if report.bad_records > max_bad_share * report.records:
         share = f"{report.bad_records:,} of {report.records:,} records are bad, more than {max_bad_share:.2%}"
-        raise InputError(f"{share}. {firsts}", where, "mend them, or allow a larger share with max_bad_share")
+        raise InputError(f"{share}. {firsts}", where, "mend them, or allow a larger share: --max-bad-share 0.05")
     if not report.samples:
         what = f"no sample is left: {report.dropped:,} are longer than {max_tokens:,} tokens. {firsts}"
-        raise InputError(what.rstrip(), where, "raise max_tokens, or choose to truncate them")
+        raise InputError(what.rstrip(), where, "raise --max-tokens, or --too-long truncate")
 
 
 class _Writer:

@@ -76,7 +76,7 @@ def _from_json(line: str, where: str) -> Prompt:
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer's folder has a chat template."""
+    """Whether the tokenizer's folder has a chat template. The byte tokenizer's own is only asked for by name."""
     if tokenizer.location == BYTE:
         return False
     folder = Path(tokenizer.location)
@@ -90,19 +90,20 @@ def has_template(tokenizer: Tokenizer) -> bool:
 
 
 class Chat:
-    """Renders messages with a tokenizer's own template.
+    """Messages to ids by a tokenizer's own template.
 
     Raises:
-        InputError: the tokenizer has no template.
+        InputError: the tokenizer has no template, or one that ends no turn.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        if not has_template(tokenizer):
-            hint = "--raw to continue the text as it is, or --tokenizer of an Instruct model"
-            raise InputError("the tokenizer has no chat template", f"--chat: {tokenizer.location}", hint)
-        from transformers import AutoTokenizer
+        from .chat_template import load_chat_tokenizer
 
-        self._tokenizer, self._backend = tokenizer, AutoTokenizer.from_pretrained(tokenizer.location)
+        try:
+            self._chat = load_chat_tokenizer(tokenizer.location)
+        except InputError as error:
+            hint = "--raw to continue the text as it is, or --tokenizer of an Instruct model"
+            raise InputError(error.what, f"--chat: {tokenizer.location}", hint) from error
 
     def encode(self, messages: Messages, where: str) -> list[int]:
         """Ids of the messages and of what opens the assistant's turn.
@@ -110,12 +111,14 @@ class Chat:
         Raises:
             InputError: the template fails on these messages; `where` is shown.
         """
+        from .chat_record import SampleError
+
         try:
-            text = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs: whatever they or the sandbox raise
+            ids: list[int] = self._chat.encode_prompt(messages).tolist()
+        except SampleError as error:
             what = f"the chat template fails on this prompt: {error}"
             raise InputError(what, where, "check the roles and contents of the messages") from error
-        return self._tokenizer.encode(text)
+        return ids
 
 
 class TextStream:

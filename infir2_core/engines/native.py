@@ -8,7 +8,7 @@ as Hugging Face does, so that they load into any layout of the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,14 @@ class StepResult:
         grad_norm: global, before clipping.
         skipped: the gradient was not finite and nothing was updated.
         nonfinite_values: infinities and NaNs that were quantised.
+        trained: sum of the loss weights, that is the number of tokens trained on.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
     nonfinite_values: int
+    trained: float
 
 
 @dataclass
@@ -58,8 +60,8 @@ class PendingStep:
         """Waits for the numbers. Asking one step late keeps the device busy in between."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss, norm, skipped, nonfinite = self.values.tolist()
-        return StepResult(loss, norm, bool(skipped), int(nonfinite))
+        loss, norm, skipped, nonfinite, trained = self.values.tolist()
+        return StepResult(loss, norm, bool(skipped), int(nonfinite), trained)
 
 
 class NativeEngine:
@@ -71,9 +73,9 @@ class NativeEngine:
 
     def __init__(self, config: RunConfig, recipe: Recipe, ranks: Ranks, optimizer: bool = True) -> None:
         self.config, self.recipe, self.ranks = config, recipe, ranks
-        self.model = Decoder(config.model, recipe, ranks.device, config.cpt.recompute)
+        self.model = Decoder(config.model, recipe, ranks.device, config.train.recompute)
         self.forms = Forms.of(recipe)
-        self.optimizer = AdamW(self.model.named_parameters(), config.cpt, optimizer, self.forms)
+        self.optimizer = AdamW(self.model.named_parameters(), config.train, optimizer, self.forms)
         self.begun = 0  # steps, skipped ones too: no two of them may round gradients with the same random bits
         # GEMMs that split their contraction would otherwise add partial sums in bf16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -83,10 +85,13 @@ class NativeEngine:
     ) -> PendingStep:
         """Queues one optimizer step over this rank's microbatches at learning rate `lr`; nothing waits for the device.
 
-        `mark` is called when a microbatch's `forward`, its `backward` and the `optimizer` have been queued.
+        Ranks may have different numbers of microbatches, also none. `mark` is called when a microbatch's `forward`, its
+        `backward` and the `optimizer` have been queued.
         """
         moved = [batch.to(self.ranks.device) for batch in batches]
-        total = torch.stack([batch.weights_T.sum() for batch in moved]).sum()
+        total = torch.zeros((), device=self.ranks.device)
+        for batch in moved:
+            total += batch.weights_T.sum()
         self.ranks.sum([total])
         loss = torch.zeros((), device=self.ranks.device)
         self.begun += 1
@@ -99,6 +104,9 @@ class NativeEngine:
             loss += part.detach()
         self.ranks.sum([loss])
         if self.ranks.world > 1:
+            if not moved:
+                for parameter in self.model.parameters():
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             sum_over_ranks(self.model.parameters(), self.ranks.sum)
         self.ranks.largest(
             state["amax_now"] for _, layer in self.model.linears() for state in layer.quant_state.values()
@@ -110,7 +118,7 @@ class NativeEngine:
         norm, skipped = self.optimizer.step(lr, nonfinite > 0, self.model.refillable())
         self.model.end_step(self.optimizer.refilled)
         mark("optimizer")
-        return self._on_its_way(loss, norm, skipped, nonfinite)
+        return self._on_its_way(loss, norm, skipped, nonfinite, total)
 
     def _on_its_way(self, *values: Tensor) -> PendingStep:
         stacked = torch.stack([value.double() for value in values])
@@ -123,7 +131,7 @@ class NativeEngine:
         return PendingStep(host, arrived)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean negative log-probability over the batches of all ranks, in nats."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         for batch in batches:

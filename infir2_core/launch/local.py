@@ -93,7 +93,11 @@ def _existing(folder: Path, config: RunConfig, recipe: Recipe) -> RunFolder:
     if changed:
         hint = "repeat the settings of that run, choose another --name, or pass --new"
         raise InputError("this run was made with other settings: " + "; ".join(changed), str(folder), hint)
-    here |= {"runs": config.runs, "data": config.data}  # the same corpora, perhaps in another place
+    here |= {
+        "runs": config.runs,
+        "data": config.data,
+        "tokenizer": config.tokenizer,
+    }  # the same corpora, perhaps in another place
     return RunFolder(folder, stored.model_copy(update=here), earlier, "resume")
 
 
@@ -125,7 +129,7 @@ def _check_memory(config: RunConfig, recipe: Recipe) -> None:
     if excess > 0:
         raise MachineError(
             f"a step needs {(room + excess) / 2**30:.1f} GB of memory, {excess / 2**30:.1f} GB more than the GPU has",
-            f"--micro-batch {config.cpt.micro_batch} --seq-len {config.cpt.seq_len} --recipe {recipe.name}",
+            f"microbatches of {config.train.micro_tokens:,} tokens, --recipe {recipe.name}",
             "; ".join(what_fits(config, recipe, room)) or "no setting of this size fits; choose a smaller --size",
         )
 

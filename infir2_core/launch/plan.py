@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config.schema import RunConfig
+from ..config.schema import ALIGNMENT, RunConfig
 from ..precision.recipe import Recipe, load_recipe
 from ..precision.spec import parse_format
 from ..precision.support import block_scaled
@@ -76,12 +76,14 @@ def excess_bytes(config: RunConfig, recipe: Recipe, room: int) -> int:
 
 def what_fits(config: RunConfig, recipe: Recipe, room: int) -> list[str]:
     """Single changes of a run, as options, with which a step may fit into `room` bytes."""
-    cpt = config.cpt
+    train = config.train
     changes: list[tuple[str, dict[str, object], Recipe]] = []
-    if cpt.micro_batch > 1:
+    if config.cpt and config.cpt.micro_batch > 1:
         changes.append(("--micro-batch 1", {"micro_batch": 1}, recipe))
+    if config.sft and (half := config.sft.row_tokens // 2 // ALIGNMENT * ALIGNMENT) >= config.sft.max_tokens:
+        changes.append((f"--row-tokens {half}", {"row_tokens": half}, recipe))
     for mode in ("selective", "full"):
-        if cpt.recompute != mode:
+        if train.recompute != mode:
             changes.append((f"--recompute {mode}", {"recompute": mode}, recipe))
     if recipe.name == "infir2":
         changes.append(("--recipe infir2-lean", {}, load_recipe("infir2-lean")))
@@ -89,7 +91,7 @@ def what_fits(config: RunConfig, recipe: Recipe, room: int) -> list[str]:
     return [
         option
         for option, change, other in changes
-        if not excess_bytes(config.model_copy(update={"cpt": cpt.model_copy(update=change)}), other, room)
+        if not excess_bytes(config.model_copy(update={config.stage: train.model_copy(update=change)}), other, room)
     ]
 
 
@@ -103,8 +105,9 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     - shared: with one microbatch a step, backward frees a layer's activations before the next layer has gradients
     - disk: `checkpoint_bytes` a parameter, and one checkpoint more than is kept exists while it is written
     """
-    cpt, shape = config.cpt, config.model
-    tokens = cpt.micro_batch * cpt.seq_len
+    train, shape = config.train, config.model
+    tokens = train.micro_tokens
+    of_run, context = _tokens(config)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     wide = 2 if recipe.compute == "bf16" else 4
     narrow = 1 if recipe.uses_fp8 else wide
@@ -113,24 +116,34 @@ def make_plan(config: RunConfig, recipe: Recipe) -> Plan:
     gate_up = wide if recipe.save.gate_up == "bf16" else _stored_bytes(recipe, recipe.save.gate_up)
     feed = wide * shape.hidden + gate_up * 2 * shape.ffn + normed
     pair = 2 * wide * shape.hidden  # the residual stream and what is still to be added to it
-    kept = {"none": attend + feed, "selective": attend + pair, "full": pair}[cpt.recompute]
-    once = (attend + feed) if cpt.recompute == "full" else feed if cpt.recompute == "selective" else 0
+    kept = {"none": attend + feed, "selective": attend + pair, "full": pair}[train.recompute]
+    once = (attend + feed) if train.recompute == "full" else feed if train.recompute == "selective" else 0
     kernels = recipe.compute == "bf16" and block_scaled(recipe)
     temporaries = (3 * wide + 5 if kernels else 24) * shape.ffn + once
     # A chunk of logits, the head's weight as it is multiplied, and its gradient: the sum and the chunk's part.
     head = min(tokens * shape.vocab * wide, HEAD_CHUNK) + (2 * 4 + wide) * shape.vocab * shape.hidden
     gradients = (2 if recipe.optimizer.main_grad == "bf16" else 4) * shape.parameters
-    one = cpt.global_batch == cpt.micro_batch * config.ranks
-    milestones = cpt.steps // cpt.keep_every if cpt.keep_every else 0
+    one = config.cpt is not None and config.cpt.global_batch == config.cpt.micro_batch * config.ranks
+    milestones = train.steps // train.keep_every if train.keep_every else 0
     checkpoint = round(checkpoint_bytes(recipe) * shape.parameters)
     return Plan(
         parameters=shape.parameters,
-        tokens=cpt.steps * cpt.global_batch * cpt.seq_len,
-        tokens_per_step=cpt.global_batch * cpt.seq_len,
-        flops=float(cpt.steps) * cpt.global_batch * cpt.seq_len * shape.flops_per_token(cpt.seq_len),
+        tokens=of_run,
+        tokens_per_step=of_run // train.steps,
+        flops=of_run * shape.flops_per_token(context),
         state_bytes=round(state_bytes(recipe) * shape.parameters),
         activation_bytes=round(tokens * (shape.layers * kept + temporaries)) + head,
         shared_bytes=round(min(gradients, tokens * shape.layers * kept)) if one else 0,
         checkpoint_bytes=checkpoint,
-        peak_disk_bytes=checkpoint * (cpt.keep_last + 1 + milestones),
+        peak_disk_bytes=checkpoint * (train.keep_last + 1 + milestones),
     )
+
+
+def _tokens(config: RunConfig) -> tuple[int, float]:
+    """Tokens of a whole run, and the mean length of the sequence that one of them is in."""
+    if config.cpt:
+        return config.cpt.steps * config.cpt.global_batch * config.cpt.seq_len, config.cpt.seq_len
+    sft, chat = config.sft, config.chat
+    assert sft is not None and chat is not None
+    samples = min(sft.steps * sft.global_batch, sft.epochs * chat.samples)
+    return samples * chat.tokens // chat.samples, chat.context

@@ -30,6 +30,9 @@ class Silent:
     def evaluated(self, record: dict[str, Any]) -> None:
         pass
 
+    def sampled(self, record: dict[str, Any]) -> None:
+        pass
+
 
 def main(folder: Path, attempt: Path) -> int:
     """Trains as the rank that the environment names; returns the exit code, which is also written to the attempt."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import CptSettings
+from ..config.schema import TrainSettings
 from ..ops.reference.adam import Moment, Slot, Step
 from ..ops.reference.moments import fits
 from ..ops.update import Prepared, has_kernel, update_
@@ -60,7 +60,7 @@ class AdamW:
     def __init__(
         self,
         named: Iterable[tuple[str, nn.Parameter]],
-        settings: CptSettings,
+        settings: TrainSettings,
         state: bool = True,
         forms: Forms = Forms(),
     ) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
-from ..config.schema import CptSettings
+from ..config.schema import CptSettings, SftSettings
 
 
-def learning_rate(settings: CptSettings, done: int) -> float:
+def learning_rate(settings: CptSettings | SftSettings, done: int) -> float:
     """Rate for the next step after `done` steps.
 
     - linear warm-up over `warmup_steps` from 0 to `lr`
@@ -34,7 +34,7 @@ def learning_rate(settings: CptSettings, done: int) -> float:
     return s.min_lr + (s.lr - s.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def decay_done(settings: CptSettings, done: int) -> bool:
+def decay_done(settings: CptSettings | SftSettings, done: int) -> bool:
     """Whether no stable-phase checkpoint is needed any more: the run has decayed, to its end."""
     decays = settings.schedule == "cosine" or (settings.schedule == "wsd" and settings.decay_steps > 0)
     return decays and done >= settings.steps

@@ -101,7 +101,10 @@ def paired(pairs: list[tuple[int, float, float]]) -> Paired | None:
 
 def settings_that_differ(base: Run, other: Run) -> dict[str, list[Any]]:
     """Dotted key -> [value of base, value of other], for every setting that changes what is trained."""
-    left, right = _flat(base.config.model_dump(mode="json")), _flat(other.config.model_dump(mode="json"))
+    left, right = (
+        _flat(base.config.model_dump(mode="json", exclude_none=True)),
+        _flat(other.config.model_dump(mode="json", exclude_none=True)),
+    )
     keys = [key for key in {**left, **right} if key not in NAMES_ONLY]
     return {key: [left.get(key), right.get(key)] for key in keys if left.get(key) != right.get(key)}
 
@@ -160,7 +163,7 @@ def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
 
 def flat_settings(run: Run) -> dict[str, Any]:
     """All settings of a run under dotted keys."""
-    return _flat(run.config.model_dump(mode="json"))
+    return _flat(run.config.model_dump(mode="json", exclude_none=True))
 
 
 def folder_size(path: Path) -> int:

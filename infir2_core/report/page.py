@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import STOPPED, InputError
 from ..runs import Attempt, Run, Summary, attempts, read_run, summarise
 from ..train.manifest import check_sizes, read_manifest
+from ..train.metrics import SAMPLES, read_metrics
 from .compare import flat_settings, folder_size
 from .curves import png
 
@@ -57,7 +58,10 @@ def page(run: Run) -> str:
         for axis in ("steps", "tokens"):
             picture = base64.b64encode(png([run], axis)).decode()
             parts.append(f'<img alt="curves over {axis}" src="data:image/png;base64,{picture}">')
-    parts += ["<h2>Held-out loss</h2>", _evals(run), "<h2>Checkpoints</h2>", _checkpoints(run)]
+    parts += ["<h2>Held-out loss</h2>", _evals(run)]
+    if answers := read_metrics(run.path, SAMPLES):
+        parts += ["<h2>Answers at the last evaluation</h2>", _answers(answers)]
+    parts += ["<h2>Checkpoints</h2>", _checkpoints(run)]
     parts += ["<h2>Starts</h2>", _attempts(attempts(run.path))]
     settings = [[key, str(value)] for key, value in flat_settings(run).items()]
     parts += ["<h2>Settings</h2>", html_table(["key", "value"], settings)]
@@ -84,12 +88,20 @@ def _results(summary: Summary) -> list[list[str]]:
         ["memory, peak", _number(summary.memory_gb, ".2f", " GB")],
         ["steps skipped (not finite)", str(summary.skipped)],
     ]
+    if summary.trained_share is not None:
+        rows.append(["tokens that were trained", _number(summary.trained_share, ".1%")])
+        rows.append(["padding", _number(summary.padding_share, ".2%")])
     return [*rows, ["problem", summary.problem]] if summary.problem else rows
 
 
 def _evals(run: Run) -> str:
     rows = [[str(r["step"]), f"{r.get('tokens') or 0:,}", _number(r.get("loss"), ".4f")] for r in run.evals]
     return html_table(["step", "tokens", "loss"], rows[-20:]) if rows else '<p class="quiet">Not evaluated.</p>'
+
+
+def _answers(records: list[dict[str, Any]]) -> str:
+    last = [r for r in records if r["step"] == records[-1]["step"]]
+    return html_table(["prompt", "answer", "end"], [[r["prompt"], r["completion"], r["finish"]] for r in last])
 
 
 def _checkpoints(run: Run) -> str:

@@ -1,7 +1,9 @@
 """The training loop.
 
     prepare: lock the run folder, build data and engine, resume from the newest intact checkpoint or start
-    for each step: batches -> engine.train_step -> log -> maybe evaluate -> maybe save -> maybe stop
+    for each step: feed -> engine.train_step -> log -> maybe evaluate -> maybe save -> maybe stop
+
+The same for continual pre-training and for fine-tuning: what differs between them is behind the feed (feed.py).
 
 The order inside a step is what makes a resumed run equal to an uninterrupted one: a step is logged and evaluated before
 it is saved, and everything logged after the checkpoint that a resume starts from is dropped. Whoever watches (a
@@ -13,16 +15,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..config.schema import RunConfig
-from ..data.batch import Batch, rows_to_batch
-from ..data.corpus import Corpus, open_corpus
 from ..engines.native import MASTERS, NativeEngine, PendingStep, StepResult
 from ..engines.ranks import Ranks
 from ..errors import DivergedError, InputError, MachineError
@@ -31,9 +30,13 @@ from ..optim.schedule import decay_done, learning_rate
 from ..precision.recipe import Recipe
 from .checkpoint import CheckpointStore
 from .faults import INNOCENT, find_offender, plant_nan, save_batch
+from .feed import Position, Share, corpus_order, open_feed
 from .manifest import read_manifest
 from .metrics import MetricsLog
 from .stop import StopRequest
+
+if TYPE_CHECKING:
+    from .answers import Answers
 
 UNTRAINED = 0.9  # share of ln(vocabulary) above which loaded weights count as untrained
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5}  # dense bf16, vendor datasheet; FP8 recipes are shown against it too
@@ -54,6 +57,9 @@ class Watcher(Protocol):
     def evaluated(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl of kind `eval`."""
 
+    def sampled(self, record: dict[str, Any]) -> None:
+        """A line of samples.jsonl: what the model answers to a fixed prompt."""
+
 
 @dataclass
 class Outcome:
@@ -66,26 +72,12 @@ class Outcome:
 
 
 @dataclass
-class Position:
-    """Where a run stands. Samples count rows of the training set, `tokens` trained tokens."""
-
-    step: int = 0
-    samples: int = 0
-    train_samples: int = 0
-    tokens: int = 0
-    skips: int = 0
-
-    def state(self) -> dict[str, int]:
-        return self.__dict__.copy()
-
-
-@dataclass
 class Queued:
     """A step that the device may still be working on."""
 
     step: int
     lr: float
-    batches: list[Batch]
+    share: Share
     pending: PendingStep
     began: float
 
@@ -109,7 +101,7 @@ class Run:
         Raises:
             InputError, MachineError, DivergedError: see the exit codes; checkpoints already written stay valid.
         """
-        cpt = self.config.cpt
+        train = self.config.train
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
             torch.use_deterministic_algorithms(True)
@@ -117,53 +109,58 @@ class Run:
         plant_nan(self.engine.model, lambda: self.position.step + 1)
         self.store = CheckpointStore(
             self.folder / "checkpoints",
-            cpt.keep_last,
-            cpt.keep_every,
+            train.keep_last,
+            train.keep_every,
             self.ranks.rank,
             self.ranks.world,
             self.ranks.save_barrier,
         )
         resumed = self._restore()
-        corpus = self._open_data()
+        self.feed = open_feed(self.config, self.ranks, self.position)
+        self.position.train_samples = self.feed.train_samples
+        done_before = self.position.step if resumed else None
         leader = self.ranks.rank == 0
-        log = MetricsLog(self.folder, self.position.step if resumed else None) if leader else None
+        log = MetricsLog(self.folder, done_before) if leader else None
         if log is not None and log.note:
             self.watcher.note(log.note)
+        self.answers = self._open_answers(done_before) if leader else None
         outcome = Outcome(self.position.step, None, None, self._stop_reason())
         try:
             if outcome.stopped is not None and not resumed:
                 self._save()  # a stop during start-up: the run goes on from here
-            elif outcome.stopped is None and self.position.step < cpt.steps:
-                self._prove_precision(corpus)
+            elif outcome.stopped is None and self.position.step < train.steps:
+                self._prove_precision()
                 if self.position.step == 0:
-                    outcome.eval_loss = self._evaluate(corpus, log)
-                    self._check_loaded(corpus, outcome.eval_loss)
+                    outcome.eval_loss = self._evaluate(log)
+                    self._check_loaded(outcome.eval_loss)
             before: Queued | None = None
-            while self.position.step < cpt.steps and outcome.stopped is None:
-                if before is not None and self.position.skips >= cpt.max_skips:
+            while self.position.step < train.steps and outcome.stopped is None:
+                if before is not None and self.position.skips >= train.max_skips:
                     # The run may end with the step before, and must find its weights as that step left them.
                     outcome.loss, before = self._settle(before, log), None
-                queued = self._step(corpus)
+                queued = self._step()
                 if before is not None:
                     # The step before: by now the device has this one to work on while the host waits and writes.
                     outcome.loss = self._settle(before, log)
                 done = outcome.step = self.position.step
-                evaluates = cpt.eval_every and (done % cpt.eval_every == 0 or done == cpt.steps)
-                if done < cpt.steps:
+                evaluates = train.eval_every and (done % train.eval_every == 0 or done == train.steps)
+                if done < train.steps:
                     outcome.stopped = self._stop_reason()
-                saves = done % cpt.save_every == 0 or done == cpt.steps or outcome.stopped
+                saves = done % train.save_every == 0 or done == train.steps or outcome.stopped
                 before = queued
                 if evaluates or saves or queued.pending.arrived is None:
                     outcome.loss, before = self._settle(queued, log), None
                 if evaluates:
-                    outcome.eval_loss = self._evaluate(corpus, log)
+                    outcome.eval_loss = self._evaluate(log)
                 if saves:
                     self._save()
             self.store.wait()
-            self.store.retire(decay_done(cpt, self.position.step))
+            self.store.retire(decay_done(train, self.position.step))
         finally:
             if log is not None:
                 log.close()
+            if self.answers is not None:
+                self.answers.close()
         return outcome
 
     def _stop_reason(self) -> str | None:
@@ -192,10 +189,10 @@ class Run:
         return False
 
     def _start(self) -> None:
-        source, cpt = self.config.source, self.config.cpt
-        torch.manual_seed(cpt.seed)
+        source, train = self.config.source, self.config.train
+        torch.manual_seed(train.seed)
         if source.kind == "scratch":
-            self.engine.model.initialise(cpt.init_std, cpt.seed)
+            self.engine.model.initialise(train.init_std, train.seed)
         elif source.kind == "hf":
             load_hf(self.engine.model, Path(source.path))
         else:
@@ -207,38 +204,19 @@ class Run:
             if source.optimizer:
                 earlier = Position(**loaded.state["position"])
                 self.position = Position(tokens=earlier.tokens)
-                if loaded.state["data"] == self._data_order():
+                if self.config.cpt and loaded.state["data"] == corpus_order(self.config, self.config.cpt):
                     self.position.samples, self.position.train_samples = earlier.samples, earlier.train_samples
                 else:
                     self.watcher.note("data, seed or sequence length are not those of the checkpoint: data starts anew")
         for _, layer in self.engine.model.linears():
             layer.drop_codes()
 
-    def _open_data(self) -> Corpus:
-        cpt, position = self.config.cpt, self.position
-        left = (cpt.steps - position.step) * cpt.global_batch
-        # The order of samples depends on how many were asked for, so a decay run asks for what its parent asked for.
-        position.train_samples = max(position.train_samples, position.samples + left)
-        evaluations = 1 + cpt.steps // cpt.eval_every if cpt.eval_every else 0
-        blend = [(blend.weight, blend.prefix) for blend in self.config.data]
-        cache = Path(self.config.runs) / ".index-cache"
-        needed = cpt.eval_iters * cpt.global_batch if evaluations else 0
-        return open_corpus(blend, cpt.split, cpt.seq_len, cpt.seed, position.train_samples, needed, cache)
-
-    def _microbatches(self, rows: Callable[[int], Any], start: int) -> list[Batch]:
-        """This rank's share of the global batch that begins at sample `start`."""
-        cpt = self.config.cpt
-        share = cpt.global_batch // self.ranks.world
-        first = start + self.ranks.rank * share
-        made = []
-        for begin in range(first, first + share, cpt.micro_batch):
-            made.append(rows_to_batch([torch.from_numpy(rows(i)) for i in range(begin, begin + cpt.micro_batch)]))
-        return made
-
-    def _prove_precision(self, corpus: Corpus) -> None:
+    def _prove_precision(self) -> None:
         """Shows what one microbatch really ran in; stops when FP8 was asked for and none ran."""
-        batch = self._microbatches(corpus.train.__getitem__, self.position.samples)[0]
-        rows = self.engine.gemm_report(batch)
+        batches = self.feed.step(self.position.samples).batches
+        if not batches:
+            return  # the last step has nothing for this rank
+        rows = self.engine.gemm_report(batches[0])
         self.watcher.gemms(rows)
         if self.recipe.uses_fp8 and not any("e4m3" in row["operands"] or "e5m2" in row["operands"] for row in rows):
             raise MachineError(
@@ -247,36 +225,35 @@ class Run:
                 "infir2 recipes show " + self.recipe.name + " tells which layers it covers",
             )
 
-    def _step(self, corpus: Corpus) -> Queued:
-        cpt, position = self.config.cpt, self.position
-        began = time.perf_counter()
-        lr = learning_rate(cpt, position.step)
-        batches = self._microbatches(corpus.train.__getitem__, position.samples)
-        pending = self.engine.train_step(batches, lr)
+    def _step(self) -> Queued:
+        position, began = self.position, time.perf_counter()
+        lr = learning_rate(self.config.train, position.step)
+        share = self.feed.step(position.samples)
+        pending = self.engine.train_step(share.batches, lr)
         position.step += 1
-        position.samples += cpt.global_batch
-        return Queued(position.step, lr, batches, pending, began)
+        position.samples += share.samples
+        return Queued(position.step, lr, share, pending, began)
 
     def _settle(self, queued: Queued, log: MetricsLog | None) -> float:
         """Waits for a step's numbers, counts and logs them; its loss."""
-        cpt, position = self.config.cpt, self.position
+        position = self.position
         result = queued.pending.result()
         now = time.perf_counter()
         elapsed, self._settled = now - max(queued.began, self._settled), now
         position.skips = position.skips + 1 if result.skipped else 0
-        tokens = cpt.global_batch * cpt.seq_len
-        position.tokens += 0 if result.skipped else tokens
-        record = self._record(queued, result, tokens, elapsed)
+        position.tokens += 0 if result.skipped else queued.share.tokens
+        record = self._record(queued, result, elapsed)
         if log is not None:
             log.append(record)
         self.watcher.step(record)
-        if position.skips > cpt.max_skips:
+        if position.skips > self.config.train.max_skips:
             self._give_up(queued)
         return result.loss
 
-    def _record(self, queued: Queued, result: StepResult, tokens: int, elapsed: float) -> dict[str, Any]:
-        rate = tokens / elapsed
-        tflops = rate * self.config.model.flops_per_token(self.config.cpt.seq_len) / 1e12
+    def _record(self, queued: Queued, result: StepResult, elapsed: float) -> dict[str, Any]:
+        share = queued.share
+        rate = share.tokens / elapsed
+        tflops = rate * self.config.model.flops_per_token(share.context) / 1e12
         record: dict[str, Any] = {
             "kind": "step",
             "step": queued.step,
@@ -291,6 +268,9 @@ class Run:
             "nonfinite_values": result.nonfinite_values,
             "time": time.time(),
         }
+        if self.config.stage == "sft":
+            record["padding_share"] = round(share.filler / (share.tokens + share.filler), 5)
+            record["trained_share"] = round(result.trained / share.tokens, 5)
         if self.ranks.device.startswith("cuda"):
             record["memory_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
             name = torch.cuda.get_device_name()
@@ -302,32 +282,36 @@ class Run:
             record["memory_gb"] = round(psutil.Process().memory_info().rss / 2**30, 3)
         return record
 
-    def _evaluate(self, corpus: Corpus, log: MetricsLog | None) -> float | None:
-        valid, cpt = corpus.valid, self.config.cpt
-        if valid is None or not cpt.eval_every:
+    def _open_answers(self, done: int | None) -> Answers | None:
+        sft = self.config.sft
+        if sft is None or not sft.eval_every or not (sft.prompts or sft.answers):
             return None
-        batches: list[Batch] = []
-        for i in range(cpt.eval_iters):
-            batches += self._microbatches(lambda index: valid[index % len(valid)], i * cpt.global_batch)
-        loss = self.engine.evaluate(batches)
-        record = {
-            "kind": "eval",
-            "step": self.position.step,
-            "loss": loss,
-            "tokens": self.position.tokens,
-            "time": time.time(),
-        }
-        if log is not None:
-            log.append(record)
-        self.watcher.evaluated(record)
+        from .answers import Answers
+        from .chat_feed import ChatFeed
+
+        assert isinstance(self.feed, ChatFeed)
+        return Answers(self.config, self.feed, self.engine.model, self.folder, done)
+
+    def _evaluate(self, log: MetricsLog | None) -> float | None:
+        batches, position, loss = self.feed.held_out(), self.position, None
+        if batches is not None:
+            loss = self.engine.evaluate(batches)
+            record = {"kind": "eval", "step": position.step, "loss": loss, "tokens": position.tokens}
+            record["time"] = time.time()
+            if log is not None:
+                log.append(record)
+            self.watcher.evaluated(record)
+        if self.answers is not None:
+            for answer in self.answers.write(position.step):
+                self.watcher.sampled(answer)
         return loss
 
-    def _check_loaded(self, corpus: Corpus, loss: float | None) -> None:
+    def _check_loaded(self, loss: float | None) -> None:
         source = self.config.source
         if source.kind == "scratch" or not source.check:
             return
         if loss is None:  # without validation, the first training batch tells as much
-            loss = self.engine.evaluate(self._microbatches(corpus.train.__getitem__, self.position.samples))
+            loss = self.engine.evaluate(self.feed.step(self.position.samples).batches)
         limit = math.log(self.config.model.vocab)
         if not loss < UNTRAINED * limit:
             raise InputError(
@@ -344,20 +328,15 @@ class Run:
         self.store.save(
             self.position.step,
             self.engine.tensors(),
-            {"position": self.position.state(), "data": self._data_order(), "engine": self.engine.state()},
+            {"position": self.position.state(), "data": self.feed.order, "engine": self.engine.state()},
         )
-
-    def _data_order(self) -> list[Any]:
-        """What decides which sample is the n-th."""
-        cpt = self.config.cpt
-        return [[[b.content, b.weight] for b in self.config.data], cpt.seq_len, cpt.seed, cpt.split]
 
     def _give_up(self, queued: Queued) -> None:
         self.store.wait()
-        path = save_batch(self.folder, queued.step, self.ranks.rank, queued.batches)
-        offender = self.ranks.first(find_offender(self.engine.model, queued.batches, self.ranks.device), INNOCENT)
+        path = save_batch(self.folder, queued.step, self.ranks.rank, queued.share.batches)
+        offender = self.ranks.first(find_offender(self.engine.model, queued.share.batches, self.ranks.device), INNOCENT)
         raise DivergedError(
             f"{self.position.skips} steps in a row were not finite; the trouble begins in {offender}",
             f"step {queued.step}; its batch is kept in {path}",
-            f"start from an earlier checkpoint with a lower --lr (--max-skips is {self.config.cpt.max_skips})",
+            f"start from an earlier checkpoint with a lower --lr (--max-skips is {self.config.train.max_skips})",
         )

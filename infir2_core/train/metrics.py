@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 FILE = "metrics.jsonl"
+SAMPLES = "samples.jsonl"  # answers of fine-tuning to fixed prompts (answers.py)
 
 
 class MetricsLog:
@@ -33,14 +34,15 @@ class MetricsLog:
         resume_step: the step of the checkpoint that training goes on from: lines of later steps are dropped. None: the
             run starts from nothing, and so does the file.
         tensorboard: mirror to RUN/tensorboard; `note` says so when the package is not there.
+        file: another name for a file of lines that have a kind and a step.
 
     Raises:
         InputError: a line already in the file is damaged (a torn last line is dropped instead).
         MachineError: the disk is full or failing.
     """
 
-    def __init__(self, run_dir: Path, resume_step: int | None, tensorboard: bool = True) -> None:
-        self.path = run_dir / FILE
+    def __init__(self, run_dir: Path, resume_step: int | None, tensorboard: bool = True, file: str = FILE) -> None:
+        self.path = run_dir / file
         self.note = ""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._cut(resume_step)
@@ -66,7 +68,7 @@ class MetricsLog:
         aside.rename(self.path)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line. `record` has "kind" ("step" or "eval") and "step", and JSON values or scalar tensors."""
+        """Write one line. `record` has "kind" (such as "step") and "step", and JSON values or scalar tensors."""
         nonfinite: list[str] = []
         plain = _plain(dict(record), "", nonfinite)
         if nonfinite:
@@ -139,10 +141,10 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not standard JSON")
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path, file: str = FILE) -> list[dict[str, Any]]:
     """All records of a run in the order written; [] when there are none yet. Safe while the run is going on.
 
     Raises:
         InputError: with file and line, when a line other than a torn last one is damaged.
     """
-    return [record for _, record in _lines(run_dir / FILE)]
+    return [record for _, record in _lines(run_dir / file)]

@@ -120,16 +120,42 @@ def test_the_four_scripts_of_continual_pre_training_give_the_presets(tmp_path: P
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize(("size", "kind"), [("7b", "sft"), ("1.5b", "sft"), ("7b", "rl")])
-def test_scripts_of_slime_give_the_model_and_say_what_is_left(tmp_path: Path, size: str, kind: str) -> None:
-    imported = from_script(write(tmp_path, slime_script(size, kind)))
-    assert (imported.size, imported.stage, imported.source, imported.cpt) == (size, kind, "/models/base/", {})
+def test_scripts_of_slime_for_reinforcement_give_the_model_and_say_what_is_left(tmp_path: Path) -> None:
+    imported = from_script(write(tmp_path, slime_script("7b", "rl")))
+    assert (imported.size, imported.stage, imported.source, imported.cpt) == ("7b", "rl", "/models/base/", {})
     assert loaded(tmp_path, imported).model.from_ == "/models/base/"
-    expected = "64" if kind == "sft" else "2048"
-    assert f"no [{kind}] section ({expected})" in imported.left["global_batch_size"]
+    assert "no [rl] section (2048)" in imported.left["global_batch_size"]
     assert "1e-06" in imported.left["lr"] and "ref_load" not in imported.left
     assert any("is not there" in note for note in imported.notes)
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("size", ["7b", "1.5b"])
+def test_scripts_of_slime_for_fine_tuning_give_a_stage(tmp_path: Path, size: str) -> None:
+    imported = from_script(write(tmp_path, slime_script(size, "sft")))
+    assert (imported.size, imported.stage, imported.source, imported.cpt) == (size, "sft", "/models/base/", {})
+    project = loaded(tmp_path, imported)
+    # The script has no FP8 flags; what is that of the preset is not written.
+    expected = {"lr": 1e-6, "weight_decay": 0.1, "save_every": 20, "recipe": "bf16"}
+    assert project.model.from_ == "/models/base/" and project.sft["1"].settings() == expected
+    assert not {"lr", "num_epoch", "global_batch_size", "rollout_batch_size", "loss_type"} & set(imported.left)
+    assert "use_dynamic_batch_size" not in imported.left and not (tmp_path / "canary").exists()
+
+
+def test_a_fine_tuning_script_like_the_published_one_leaves_nothing_to_write(tmp_path: Path) -> None:
+    text = slime_script("7b", "sft").replace("--lr 1e-6 --weight-decay 0.1", "")
+    flags = """--lr 2e-5 --min-lr 2e-6 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.0 \\
+   --adam-beta1 0.9 --adam-beta2 0.95 --max-tokens-per-gpu 32768 --prompt-data /data/chats.jsonl --save-interval 1000 \\
+   --recompute-granularity full --fp8-format e4m3 --fp8-recipe blockwise --input-key messages"""
+    path = write(tmp_path, text.replace("--save-interval 20", "").replace("$@", flags))
+    for name, stage in (("launch.sh", "1"), ("sft_stage2.sh", "2")):
+        path = path.rename(tmp_path / name)
+        imported = from_script(path)
+        assert imported.sft == {stage: {"data": "/data/chats.jsonl", "recompute": "full"}}, imported.left
+        assert loaded(tmp_path, imported).sft[stage].data == "/data/chats.jsonl"
+    short = from_script(write(tmp_path, path.read_text().replace("32768", "8192").replace("0.05", "x")))
+    assert (short.sft["1"]["row_tokens"], short.sft["1"]["max_tokens"]) == (8192, 8192)
+    assert "no number" in short.left["lr_warmup_fraction"]
 
 
 def test_a_sourced_file_that_is_there_is_read(tmp_path: Path) -> None:

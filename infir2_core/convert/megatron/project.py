@@ -6,6 +6,7 @@ Only what differs from the preset of the size is written, so that a project file
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...config.presets import list_presets, load_preset
+from ...config.schema import SftStage
 from ...errors import InputError
 from .arguments import MODEL, PADDING
 from .dist import DistCheckpoint, find_iteration
@@ -41,6 +43,16 @@ CARRIED = {
     "eval_iters": "eval_iters",
     "save_interval": "save_every",
 }
+# slime's name -> ours in [sft.N].
+CARRIED_SFT = {
+    "num_epoch": "epochs",
+    "global_batch_size": "global_batch",
+    "max_tokens_per_gpu": "row_tokens",
+    "lr_warmup_fraction": "warmup_share",
+    **{name: CARRIED[name] for name in (
+        "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval",
+    )},
+}  # fmt: skip
 # What Megatron-LM does when a script does not say.
 DEFAULTS = {
     "weight_decay": "0.01", "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_eps": "1e-08", "clip_grad": "1.0",
@@ -72,9 +84,10 @@ _NO_STAGE = "settings of {stage}: this version has no [{stage}] section"
 
 @dataclass
 class Imported:
-    """A project file's content: `size`, `source` ([model] from), settings of [cpt] that differ from the preset, data.
+    """A project file's content: `size`, `source` ([model] from), data, and settings that differ from the preset.
 
-    `left` maps every argument that was not carried over to the reason; `notes` is for the user.
+    Settings are those of [cpt], or of [sft.N] by number. `left` maps every argument that was not carried over to the
+    reason; `notes` is for the user.
     """
 
     origin: str
@@ -82,6 +95,7 @@ class Imported:
     size: str = ""
     source: str = ""
     cpt: dict[str, Any] = field(default_factory=dict)
+    sft: dict[str, dict[str, Any]] = field(default_factory=dict)
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -197,6 +211,8 @@ def _import(
             taken.add(name)  # padding is Megatron's; the vocabulary is the model's
     if stage == "cpt":
         taken |= _cpt(values, found, fp32)
+    elif stage == "sft":
+        taken |= _sft(values, found, fp32)
     if isinstance(values.get("hf_checkpoint"), str):
         found.source = values["hf_checkpoint"]
         taken.add("hf_checkpoint")
@@ -223,20 +239,52 @@ def _cpt(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
     """Fills [cpt] and the data; returns the arguments that are accounted for."""
     preset = load_preset(found.size).cpt.model_dump()
     decay = values.get("override_opt_param_scheduler") is True and values.get("lr_warmup_iters") == 0
-    settings: dict[str, Any] = {}
-    taken = set()
-    for theirs, ours in CARRIED.items():
-        value = values.get(theirs)
-        carried = None if value is None else _as(type(preset[ours]), value)
-        if carried is not None:
-            taken.add(theirs)
-            settings[ours] = carried
+    settings, taken = _settings(values, found, preset, CARRIED, ("wsd", "cosine", "constant"), fp32)
     if decay:
         taken.add("override_opt_param_scheduler")
         settings.pop("warmup_steps", None)
         found.notes.append("a decay phase: infir2 cpt --phase decay --load RUN/checkpoints/step-N")
+    found.cpt = {name: value for name, value in settings.items() if value != preset[name]}
+    return taken | _data(values, found)
+
+
+def _sft(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
+    """Fills [sft.1], or [sft.2] when the script's name says so; returns the arguments that are accounted for."""
+    number: SftStage = "2" if re.search(r"stage[-_ ]?2", Path(found.origin).name, re.IGNORECASE) else "1"
+    preset = load_preset(found.size).sft[number].model_dump()
+    settings, taken = _settings(values, found, preset, CARRIED_SFT, ("cosine", "constant"), fp32)
+    settings["max_tokens"] = min(preset["max_tokens"], settings.get("row_tokens", preset["row_tokens"]))
+    own = {name: value for name, value in settings.items() if value != preset[name]}
+    if isinstance(values.get("prompt_data"), str):
+        own["data"] = values["prompt_data"]
+        taken.add("prompt_data")
+    found.sft = {number: own}
+    taken |= {name for name in ("use_dynamic_batch_size", "apply_chat_template") if values.get(name) is True}
+    taken |= {name for name, told in (("loss_type", "sft_loss"), ("input_key", "messages")) if values.get(name) == told}
+    if values.get("rollout_batch_size") == values.get("global_batch_size"):
+        taken.add("rollout_batch_size")
+    return taken
+
+
+def _settings(
+    values: dict[str, Any],
+    found: Imported,
+    preset: dict[str, Any],
+    carried: dict[str, str],
+    schedules: tuple[str, ...],
+    fp32: bool,
+) -> tuple[dict[str, Any], set[str]]:
+    """What stages have in common: our settings, and the arguments they come from."""
+    settings: dict[str, Any] = {}
+    taken = set()
+    for theirs, ours in carried.items():
+        value = values.get(theirs)
+        made = None if value is None else _as(type(preset[ours]), value)
+        if made is not None:
+            taken.add(theirs)
+            settings[ours] = made
     style = str(values.get("lr_decay_style", "")).lower()
-    if style in ("wsd", "cosine", "constant"):
+    if style in schedules:
         settings["schedule"] = style
         taken.add("lr_decay_style")
     if values.get("recompute_granularity") in ("full", "selective"):
@@ -247,9 +295,7 @@ def _cpt(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
     elif values.get("fp8") == "e4m3" and values.get("fp8_recipe") == "blockwise":
         settings["recipe"] = "infir2-fp32-scales" if fp32 else "infir2"
         taken |= {"fp8", "fp8_recipe"}
-    found.cpt = {name: value for name, value in settings.items() if value != preset[name]}
-    taken |= _data(values, found)
-    return taken
+    return settings, taken
 
 
 def _as(kind: type, value: Any) -> Any:
@@ -282,12 +328,12 @@ def _data(values: dict[str, Any], found: Imported) -> set[str]:
 
 def _reason(name: str, value: Any, stage: str) -> str:
     shown = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-    if stage == "cpt" and name in CARRIED:
+    if name in {"cpt": CARRIED, "sft": CARRIED_SFT}.get(stage, {}):
         return f"its value is no number that can be taken{shown and ' (' + shown.strip() + ')'}"
     if name in IMPLIED:
         return f"infir2 computes {name} = {IMPLIED[name][0]}, not{shown or ' this'}"
     if "parallel" in name or name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):
         return f"how it is spread over GPUs is no setting of the project{shown and ' (' + shown.strip() + ')'}"
-    if stage != "cpt":
+    if stage == "rl":
         return _NO_STAGE.format(stage=stage) + (f" ({shown.strip()})" if shown else "")
     return f"no setting of infir2{shown and ' (' + shown.strip() + ')'}"
