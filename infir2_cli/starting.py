@@ -56,7 +56,7 @@ def _show_plan(config: RunConfig, plan: Plan, notes: list[str]) -> None:
         ["run", f"{config.runs}/{config.name}"],
         ["model", f"{config.size}, {plan.parameters / 1e6:,.1f} M parameters, from {origin}"],
         ["recipe", train.recipe],
-        ["tokens", f"{plan.tokens:,} ({train.steps:,} steps of {plan.tokens_per_step:,})"],
+        ["tokens", f"{plan.tokens:,} ({_count(train.steps, 'step')} of {plan.tokens_per_step:,})"],
         ["model FLOPs", f"{plan.flops:.3g}: {plan.flops / 400e12 / 86400:,.2f} device-days at 400 TFLOPS"],
         [
             "memory a device",
@@ -66,8 +66,12 @@ def _show_plan(config: RunConfig, plan: Plan, notes: list[str]) -> None:
         ["device", f"{config.device} x {config.ranks}"],
     ]
     if config.sft and config.chat:
-        chat, epochs = config.chat, f"{config.sft.epochs} epochs of "
+        chat, epochs = config.chat, _count(config.sft.epochs, "epoch")
         trained = f"{chat.trained_tokens / chat.tokens:.1%} of its {chat.tokens:,} tokens trained on"
-        rows.insert(3, ["samples", f"{epochs}{chat.samples:,} ({chat.held_out:,} held out), {trained}"])
+        rows.insert(3, ["samples", f"{epochs} of {chat.samples:,} ({chat.held_out:,} held out), {trained}"])
         rows.insert(4, ["tokenizer", config.tokenizer])
     table("Plan (nothing was started)", ["", ""], rows + [["note", note] for note in notes])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

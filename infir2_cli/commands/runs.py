@@ -123,14 +123,13 @@ def _show(result: Comparison) -> None:
         table(f"Settings that differ: {other.name}", ["key", result.base, other.name], differing)
         speed, memory = _number(other.tok_per_s_ratio, ".3f"), _number(other.memory_ratio, ".3f")
         say(f"{other.name} against {result.base}:")
-        say(f"  held-out loss, all {_paired(other.every)}")
-        say(f"  held-out loss, last {_paired(other.last)}")
+        for which, pair in (("all", other.every), ("last", other.last)):
+            if pair is not None:
+                say(f"  held-out loss, {which} {_paired(pair)}")
         say(f"  tokens/s ratio {speed}, memory ratio {memory}")
 
 
-def _paired(pair: Paired | None) -> str:
-    if pair is None:
-        return "0 evaluations in common"
+def _paired(pair: Paired) -> str:
     error = f" ± {pair.stderr:.3f}" if pair.stderr is not None else ""
     return f"{pair.count} evaluations: {pair.mean:+.5f} nats, {pair.relative:+.3f}{error} %"
 

@@ -107,9 +107,10 @@ def resolve_sft(
         load_preset(size).sft[stage], f"preset {size}", project, key, section.settings() if section else {}, given, cwd
     )
     sft = settings.checked(SftSettings)
-    if sft.max_tokens > model.max_positions:
-        what = f"max_tokens ({sft.max_tokens}) is above the {model.max_positions} positions of the model"
-        raise InputError(what, settings.origin["max_tokens"], f"--max-tokens {model.max_positions}")
+    for key_of, most in (("max_tokens", model.max_positions), ("answer_tokens", model.max_positions - 1)):
+        if (tokens := getattr(sft, key_of)) > most:
+            what = f"{key_of} ({tokens}) is above what the {model.max_positions} positions of the model take"
+            raise InputError(what, settings.origin[key_of], f"--{key_of.replace('_', '-')} {most}")
     data = _named(flags.data, "--data", section.data if section else "", project, f"{key}.data", cwd)
     if data is None:
         raise InputError("no chat data given", f"--data, or data under [{key}] in infir2.toml", NO_DATA)

@@ -62,7 +62,9 @@ def rows_to_batch(rows: Sequence[Tensor]) -> Batch:
 def filled(batch: Batch, size: int) -> Batch:
     """The batch with one more sequence, of weight 0, that makes its tokens `size`.
 
-    FP8 kernels cut the tokens of a microbatch into blocks; nothing that is trained sees these.
+    FP8 kernels cut the tokens of a microbatch into blocks. Of the fillers, which are all id 0, no token sees anything
+    and no gradient comes. Only where a recipe gives several tokens one scale do they count in its amax: in wgrad's
+    blocks along the tokens, as other samples do, and with one scale for a whole tensor everywhere.
     """
     short = size - len(batch.tokens_T)
     if not short:

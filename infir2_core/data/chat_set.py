@@ -18,12 +18,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
+import shutil
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -216,11 +218,24 @@ def open_chat(
     named = [FORMAT, contents, tokenizer.digest, max_tokens, too_long]
     digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
     folder = cache / digest[:24]
-    if not folder.is_dir():
+    if not _whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
         build_aside(folder, lambda aside: _Writer(aside, files, max_tokens, too_long).write(tokenizer, progress))
     report = _read_report(folder, files)
     _refuse(report, str(path), max_bad_share, max_tokens)
     return ChatSet(folder, digest, report)
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a set is there with all its files, as long as its index says: disks and people damage caches."""
+    try:
+        with np.load(folder / "index.npz") as index:
+            lengths = index["tokens"]
+        json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        found = [(folder / name).stat().st_size for name in ("tokens.bin", "mask.bin")]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return False
+    return found == [4 * int(lengths.sum()), int(((lengths + 7) // 8).sum())]
 
 
 def _read_report(folder: Path, files: list[SourceFile]) -> ChatReport:
@@ -240,8 +255,9 @@ def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: in
         share = f"{report.bad_records:,} of {report.records:,} records are bad, more than {max_bad_share:.2%}"
         raise InputError(f"{share}. {firsts}", where, "mend them, or allow a larger share: --max-bad-share 0.05")
     if not report.samples:
-        what = f"no sample is left: {report.dropped:,} are longer than {max_tokens:,} tokens. {firsts}"
-        raise InputError(what.rstrip(), where, "raise --max-tokens, or --too-long truncate")
+        long = f"too long ({report.dropped:,}), {report.too_long}: above {max_tokens:,} tokens" if report.dropped else ""
+        hint = "raise --max-tokens, or --too-long truncate" if report.dropped else "mend them"
+        raise InputError(f"no sample is left. {'; '.join(filter(None, [long, firsts]))}", where, hint)
 
 
 class _Writer:
@@ -249,7 +265,7 @@ class _Writer:
 
     def __init__(self, aside: Path, files: list[SourceFile], max_tokens: int, too_long: TooLong) -> None:
         self.aside, self.files, self.max_tokens, self.too_long = aside, files, max_tokens, too_long
-        self.rows: list[tuple[int, int, int, int]] = []  # tokens, trained targets, file, line
+        self.rows = array("q")  # tokens, trained targets, file, line; of the next sample, and so on
         self.counts = {"records": 0, "dropped": 0, "truncated": 0, "folded": 0}
         self.bad: dict[str, tuple[int, str]] = {}
         self.places: dict[str, tuple[int, int]] = {}  # of the first record of each kind of trouble
@@ -269,13 +285,9 @@ class _Writer:
                         self._keep(record, *result, tokens, mask)
                 if progress:
                     progress(self.counts["records"])
-            for stream in (tokens, mask):
-                stream.flush()
-                os.fsync(stream.fileno())
-        columns = np.array(self.rows, np.int64).reshape(-1, 4).T
-        tokens_of, trained, source, line = columns
+        tokens_of, trained, source, line = np.array(self.rows, np.int64).reshape(-1, 4).T
         np.savez(self.aside / "index.npz", tokens=tokens_of, trained=trained, file_number=source, line=line)
-        report: dict[str, Any] = self.counts | {"samples": len(self.rows), "trained_tokens": int(trained.sum())}
+        report: dict[str, Any] = self.counts | {"samples": len(tokens_of), "trained_tokens": int(trained.sum())}
         report["prompt_tokens"] = int(tokens_of.sum()) - report["trained_tokens"]
         report |= {"bad": self.bad, "places": self.places, "layouts": self.layouts}
         (self.aside / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -315,4 +327,4 @@ class _Writer:
                 return
         tokens.write(ids.astype("<i4").tobytes())
         bits.write(np.packbits(mask).tobytes())
-        self.rows.append((len(ids), int(mask[1:].sum()), record.file, record.line))
+        self.rows.extend((len(ids), int(mask[1:].sum()), record.file, record.line))

@@ -93,6 +93,8 @@ def _value(line: bytes) -> Any:
         return json.loads(line)
     except UnicodeDecodeError as error:
         raise SampleError("not JSON", f"not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise SampleError("not JSON", f"{error.msg[0].lower()}{error.msg[1:]}, at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
         raise SampleError("not JSON", str(error)) from None
 

@@ -14,15 +14,17 @@ that folder. The corpora themselves are found and checked by prefixes.py.
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ __all__ = ["Corpus", "Samples", "check_prefixes", "describe_prefix", "expand_ble
 
 
 VALIDATION_SEED = 1234  # any constant will do: it only has to be the same for all runs
+BUILDING = ".building-"  # begins the names of folders that are not whole yet
+SETTLED = 60  # seconds after which such a folder has its lock, if anybody builds it
 
 
 class Samples:
@@ -177,25 +181,56 @@ def _open(
 
 
 def build_aside(cache: Path, build: Callable[[Path], object]) -> None:
-    """Have `build` fill a folder beside `cache`, and rename it to that when it is whole.
+    """Have `build` fill a folder beside `cache`, and rename it to that when it is whole and on the disk.
 
     Raises:
         InputError: the folder cannot be written.
+        OSError: the disk is full or failing; names the place.
     """
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".building-", dir=cache.parent))
+        _sweep(cache.parent)
+        aside = Path(tempfile.mkdtemp(prefix=BUILDING, dir=cache.parent))
     except OSError as error:
         raise InputError(f"cannot write here: {error.strerror}", str(cache.parent), "choose a folder you own") from None
+    held = os.open(aside, os.O_RDONLY)
     try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(held, fcntl.LOCK_EX)
         build(aside)
+        for path in (*aside.rglob("*"), aside):
+            _sync(path)
         aside.chmod(0o755)
         os.rename(aside, cache)
-    except OSError:
+        _sync(cache.parent)
+    except OSError as error:
         if not cache.is_dir():  # a run beside this one may have been faster; its files are the same
+            error.filename = error.filename or str(cache.parent)
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        os.close(held)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed builds left in `folder`: nobody holds its lock, which is taken right after it is made."""
+    for left in folder.glob(f"{BUILDING}*"):
+        with suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                if time.time() - left.stat().st_mtime > SETTLED:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _build(

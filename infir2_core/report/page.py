@@ -24,6 +24,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .15rem 1.2rem .15rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e4e4; }
+td { white-space: pre-wrap; }
 th { font-weight: 600; } img { width: 100%; } code { font-size: .9em; } .quiet { color: #666; } .bad { color: #b03000; }
 """
 

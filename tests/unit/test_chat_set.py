@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,48 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert len(opened(path)) == 99
 
 
+def test_what_a_kill_left_is_removed_and_what_is_being_built_is_not(tmp_path: Path) -> None:
+    cache, long_ago = tmp_path / "cache", time.time() - 3600
+    left, living, fresh = (cache / f".building-{name}" for name in ("left", "living", "fresh"))
+    for folder in (left, living, fresh):
+        folder.mkdir(parents=True)
+        (folder / "tokens.bin").write_bytes(b"1234")
+    for folder in (left, living):
+        os.utime(folder, (long_ago, long_ago))
+    held = os.open(living, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    opened(jsonl(tmp_path / "a.jsonl", *samples(3)))
+    assert not left.exists() and living.is_dir() and fresh.is_dir()
+    os.close(held)
+
+
+def test_a_full_disk_is_said_with_its_place_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *samples(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        with pytest.raises(OSError) as info:
+            opened(path)
+    assert info.value.filename == str(tmp_path / "cache")
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["files"]
+    assert len(opened(path)) == 3
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "index.npz", "report.json"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
+def test_a_damaged_set_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *samples(5))
+    first = opened(path)
+    last = first.sample(4)
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    whole = file.read_bytes()
+    file.unlink() if damage == "gone" else file.write_bytes(whole[: len(whole) // 2 if damage == "cut" else 0])
+    again = opened(path)
+    assert again.digest == first.digest and again.report == first.report
+    assert (again.sample(4).tokens == last.tokens).all() and (again.sample(4).weights == last.weights).all()
+    if name != "index.npz":  # a zip file has times in it
+        assert file.read_bytes() == whole
+
+
 def test_too_long_samples(tmp_path: Path) -> None:
     chat = load_chat_tokenizer("byte")
     prompt = len(chat.encode_prompt([USER]))
@@ -93,7 +139,7 @@ def test_too_long_samples(tmp_path: Path) -> None:
     assert (len(cut), cut.report.dropped, cut.report.truncated) == (2, 1, 1)
     sample = cut.sample(1)
     assert len(sample.weights) == 40 and sample.weights.sum() == 41 - prompt
-    with pytest.raises(InputError, match="no sample is left: 3 are longer than 4 tokens"):
+    with pytest.raises(InputError, match=r"no sample is left. too long \(3\), a.jsonl, line 1: above 4 tokens"):
         opened(path, max_tokens=4)
 
 
@@ -141,8 +187,9 @@ def test_nothing_to_train_on(tmp_path: Path, content: bytes, message: str) -> No
     with pytest.raises(InputError, match=message):
         opened(tmp_path / "a.jsonl")
     if content.startswith(b"{"):
-        with pytest.raises(InputError, match="no sample is left.*not JSON"):
+        with pytest.raises(InputError, match="no sample is left. not JSON") as info:
             opened(tmp_path / "a.jsonl", max_bad_share=1)
+        assert info.value.what.endswith(", at character 2") and info.value.hint == "mend them"
 
 
 def test_reasoning_put_into_the_content_is_said(tmp_path: Path) -> None:

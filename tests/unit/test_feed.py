@@ -151,6 +151,25 @@ def test_a_filler_changes_neither_loss_nor_gradient() -> None:
         assert torch.allclose(grad, found[1][1][name], atol=1e-6), name
 
 
+@pytest.mark.parametrize("recipe", ["infir2", "fp8-rowwise"])
+def test_under_fp8_a_filler_reaches_scales_of_weight_gradients_alone(recipe: str) -> None:
+    """The loss keeps its bits, gradients that no wgrad makes their values; fillers share blocks of wgrad's operands."""
+    rows = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (30, 45, 20)]
+    plain = rows_to_batch(rows)
+    found = []
+    for batch in (plain, filled(plain, 128)):
+        model = Decoder(SHAPE, load_recipe(recipe))
+        model.initialise(0.05, seed=1)
+        loss, _ = model.loss(batch, batch.weights_T / plain.weights_T.sum())
+        loss.backward()
+        found.append((float(loss.detach()), {n: p.grad.float() for n, p in model.named_parameters()}))
+    assert found[0][0] == found[1][0]
+    linears = {f"{name}.weight" for name, _ in model.linears()}
+    for name, grad in found[0][1].items():
+        off = float((grad - found[1][1][name]).norm() / grad.norm())
+        assert off < (0.05 if name in linears else 1e-5), (name, off)
+
+
 def shape() -> Any:
     from infir2_core.config.schema import ModelShape
 
