@@ -132,14 +132,14 @@ def _rows(file: SourceFile) -> Iterator[tuple[int, dict[str, Any]]]:
 def content_digests(files: Sequence[SourceFile], memory: Path) -> list[str]:
     """sha256 (hex) of each file's bytes.
 
-    A file whose path, size and time of change are known is not read again: `memory`, a folder, remembers its digest.
+    A file whose path, size and times of change are known is not read again: `memory`, a folder, remembers its digest.
     """
     return [_remembered(file, memory) for file in files]
 
 
 def _remembered(file: SourceFile, memory: Path) -> str:
     stat = file.path.stat()
-    named = json.dumps([str(file.path.resolve()), stat.st_size, stat.st_mtime_ns])
+    named = json.dumps([str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     note = memory / hashlib.sha256(named.encode()).hexdigest()[:24]
     if note.is_file() and len(known := note.read_text()) == 64:
         return known

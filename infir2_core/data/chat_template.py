@@ -33,7 +33,7 @@ from infir2_core.errors import InputError
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers looks for the same
 PROBE = "b7e1f2probe"  # content that no template knows
 INSTRUCT = "--tokenizer with the folder or hub id of an Instruct model, such as Qwen/Qwen2.5-1.5B-Instruct"
-VERSION = 1  # of the masks: raised when the same conversation would get another one
+VERSION = 2  # of the masks: raised when the same conversation would get another one
 Spans = list[tuple[int, int]]
 
 
@@ -180,10 +180,10 @@ class ChatTokenizer:
         if start < history:
             raise self._rewritten(n)
         if start < len(prompted):
-            # The prompt says more than the conversation does (some open the thinking); letters that follow may agree by
-            # chance, so the turn starts behind the last special token that both share.
-            found = [(text.rfind(token, history, start), len(token)) for token in self.special.values()]
-            start = max([history, *(place + length for place, length in found if place >= 0)])
+            # The prompt says more than the conversation does (some open the thinking). Letters that follow may agree by
+            # chance, so the turn starts where any content would part from the prompt.
+            probed = self.render([*messages[:n], {"role": "assistant", "content": PROBE}], tools=tools)
+            start = max(history, min(start, common_prefix(prompted, probed)))
         if n + 1 == len(messages):
             end = text.rfind(self.turn_end, start)
             return start, len(text) if end < 0 else end + len(self.turn_end)

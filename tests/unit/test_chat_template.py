@@ -159,7 +159,15 @@ def test_a_prompt_that_opens_the_thinking() -> None:
     for content, trained in (("plain", "plain"), ("<b>", "<b>"), ("<think>\nhm\n</think>\n\nso", "hm\n</think>\n\nso")):
         ids, mask = chat.encode_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}])
         text = chat.tokenizer.decode(ids[mask].tolist())
-        assert text.endswith(f"{trained}<|im_end|>") and "?" not in text
+        assert text == f"{trained}<|im_end|>"
+
+
+def test_white_space_behind_every_rendering_is_nobodys() -> None:
+    """A template file that ends with a space: the generation prompt has it too, the conversation not in that place."""
+    chat = load_chat_tokenizer(str(folder_with(BYTE_TEMPLATE + " ")))
+    said = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    ids, mask = chat.encode_chat(said)
+    assert chat.tokenizer.decode(ids[mask].tolist()) == "assistant 0<|im_end|>assistant 1<|im_end|>"
 
 
 def test_a_tail_behind_the_last_turn_only() -> None:
