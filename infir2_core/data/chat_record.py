@@ -13,6 +13,7 @@ tool calls as objects (some write them as JSON text). `tools`, schemas of functi
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,20 @@ def conversation(record: Any) -> Conversation:
         raise SampleError("no messages", f"needs messages, conversations or prompt and response; it has {found}")
     if layout != "messages" and isinstance(record.get("system"), str) and record["system"]:
         raw = [{"role": "system", "content": record["system"]}, *raw]
-    messages = [_message(n, turn) for n, turn in enumerate(raw, 1)]
+    messages = one_form(raw)
     if not any(message["role"] == "assistant" for message in messages):
         raise SampleError("no assistant turn", f"{len(messages)} messages, none by the assistant")
     identity = record.get("id")
     return Conversation(messages, _tools(record.get("tools")), None if identity is None else str(identity), layout)
+
+
+def one_form(turns: Sequence[Any]) -> list[Message]:
+    """Messages of a role and content each, in the form that templates are given.
+
+    Raises:
+        SampleError: an unknown role, empty or non-text content, a broken tool call.
+    """
+    return [_message(n, turn) for n, turn in enumerate(turns, 1)]
 
 
 def _turns(value: Any, key: str) -> list[Any]:
@@ -131,11 +141,18 @@ def _text(content: Any, where: str) -> str:
         content = "".join(part["text"] for part in content)  # OpenAI's content parts
     if not isinstance(content, str):
         raise SampleError("content is not text", f"{where} holds {type(content).__name__}")
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise SampleError("content is not text", f"{where} holds half a surrogate pair") from None
+    if not is_text(content):
+        raise SampleError("content is not text", f"{where} holds half a surrogate pair")
     return content
+
+
+def is_text(text: str) -> bool:
+    """Whether a tokenizer takes it: JSON can name halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _call(call: Any, where: str) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from infir2_core.data.byte_files import BYTE_TEMPLATE, byte_files
-from infir2_core.data.chat_record import Message, SampleError
+from infir2_core.data.chat_record import Message, SampleError, is_text
 from infir2_core.data.tokenizer import HfTokenizer, Tokenizer, load_tokenizer
 from infir2_core.errors import InputError
 
@@ -149,6 +149,8 @@ class ChatTokenizer:
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise SampleError("template fails", f"{type(error).__name__}: {error}") from None
+        if not is_text(texts[0]):  # in names, arguments or schemas: contents were looked at
+            raise SampleError("content is not text", "half a surrogate pair is in what the template shows")
         return texts[0], spans[0] if marked else []
 
     def _try_spans(self, messages: Sequence[Message], tools: list[Any] | None) -> tuple[str, Spans] | SampleError:

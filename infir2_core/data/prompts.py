@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .chat_record import SampleError, is_text, one_form
 from .tokenizer import BYTE, Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -26,6 +27,10 @@ class Prompt:
     content: str | Messages
     where: str
 
+    def __post_init__(self) -> None:
+        if isinstance(self.content, str) and not is_text(self.content):
+            raise InputError("the prompt is not text: it holds half a surrogate pair", self.where, "mend it")
+
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: one a line, or with the suffix .jsonl one object a line, with `prompt` or `messages`.
@@ -35,7 +40,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     where = f"--file {path}"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.suffix != ".jsonl" else _lines(path)
+        lines = path.read_text(encoding="utf-8-sig").splitlines() if path.suffix != ".jsonl" else _lines(path)
     except FileNotFoundError:
         raise InputError("there is no such file", where, "check the path") from None
     except IsADirectoryError:
@@ -51,14 +56,14 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold what splitlines takes for line ends
+    return path.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may hold what splitlines takes for line ends
 
 
 def _from_json(line: str, where: str) -> Prompt:
     hint = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"not JSON: {error}", where, hint) from None
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise InputError("expected an object with either 'prompt' or 'messages'", where, hint)
@@ -66,10 +71,12 @@ def _from_json(line: str, where: str) -> Prompt:
         if not isinstance(record["prompt"], str) or not record["prompt"]:
             raise InputError("'prompt' must be a text that is not empty", where, hint)
         return Prompt(record["prompt"], where)
-    messages = record["messages"]
-    whole = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-    if not whole or not messages:
+    if not isinstance(record["messages"], list) or not record["messages"]:
         raise InputError("'messages' must be a list of objects with 'role' and 'content'", where, hint)
+    try:
+        messages = one_form(record["messages"])
+    except SampleError as error:
+        raise InputError(str(error), where, hint) from None
     if messages[-1]["role"] == "assistant":
         raise InputError("the last message is the assistant's: there is nothing to answer", where, "leave it out")
     return Prompt(messages, where)
@@ -111,8 +118,6 @@ class Chat:
         Raises:
             InputError: the template fails on these messages; `where` is shown.
         """
-        from .chat_record import SampleError
-
         try:
             ids: list[int] = self._chat.encode_prompt(messages).tolist()
         except SampleError as error:

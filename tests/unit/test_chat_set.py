@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from infir2_core.errors import InputError
 def samples(count: int, **extra: Any) -> list[dict[str, Any]]:
     answers = [{"role": "assistant", "content": f"{n} " * (1 + n % 7)} for n in range(count)]
     return [{"messages": [{"role": "user", "content": f"é {n}"}, a], **extra} for n, a in enumerate(answers)]
+
+
+def long_samples(count: int) -> list[dict[str, Any]]:
+    return [{"messages": [USER, {"role": "assistant", "content": f"{n} " * 200}]} for n in range(1000, 1000 + count)]
 
 
 def opened(path: Path, **options: Any) -> ChatSet:
@@ -81,6 +86,18 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         opened(path, progress=stop)
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["files"]
     assert len(opened(path)) == 99
+
+
+def test_tokenising_holds_little_at_a_time(tmp_path: Path) -> None:
+    """What is in memory does not grow with the data: ten times the samples, the same peak."""
+    peaks = []
+    for count in (1, 24, 240):  # the first loads what is loaded once
+        path = jsonl(tmp_path / f"{count}.jsonl", *({"id": n, **s} for n, s in enumerate(long_samples(count))))
+        tracemalloc.start()
+        assert len(opened(path, max_tokens=4000)) == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 4 * peaks[1], "64 samples at a time, not 240"
 
 
 def test_what_a_kill_left_is_removed_and_what_is_being_built_is_not(tmp_path: Path) -> None:

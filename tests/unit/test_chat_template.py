@@ -243,6 +243,15 @@ def test_encode_many_keeps_places() -> None:
     np.testing.assert_array_equal(made[0][0], made[3][0])
 
 
+def test_half_a_character_in_what_a_template_shows_is_that_samples_trouble() -> None:
+    chat, good = twins("qwen")[0], [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ok"}]
+    call = {"function": {"name": "\ud800", "arguments": {}}}
+    calls = [good[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    made = chat.encode_many([(good, None), (calls, None)])
+    assert not isinstance(made[0], SampleError)
+    assert isinstance(made[1], SampleError) and made[1].kind == "content is not text"
+
+
 def test_the_assistant_may_open_where_the_template_lets_it() -> None:
     opening = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "?"}]
     chat = load_chat_tokenizer("byte")

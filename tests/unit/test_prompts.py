@@ -121,8 +121,22 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     assert read_prompts(text) == [Prompt("one", f"{text}:1"), Prompt("  two ", f"{text}:3")]
     lines, messages = tmp_path / "p.jsonl", [{"role": "user", "content": "a\u2028b"}]
     records = [{"prompt": "one\ntwo", "id": 7}, {"messages": messages}]
-    lines.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in records) + "\n\n", encoding="utf-8")
-    assert read_prompts(lines) == [Prompt("one\ntwo", f"{lines}:1"), Prompt(messages, f"{lines}:2")]
+    written = "\n".join(json.dumps(r, ensure_ascii=False) for r in records) + "\n\n"
+    for encoding in ("utf-8", "utf-8-sig"):  # as some editors save it, with a byte order mark
+        lines.write_text(written, encoding=encoding)
+        assert read_prompts(lines) == [Prompt("one\ntwo", f"{lines}:1"), Prompt(messages, f"{lines}:2")]
+    text.write_text("one", encoding="utf-8-sig")
+    assert read_prompts(text) == [Prompt("one", f"{text}:1")]
+
+
+def test_messages_have_the_form_that_training_gives_them(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    said = [{"role": "user", "content": parts}, call, {"role": "tool", "content": "7"}]
+    path.write_text(json.dumps({"messages": said}))
+    made = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert read_prompts(path)[0].content == [{"role": "user", "content": "ab"}, made, said[2]]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +153,12 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         ("p.jsonl", b'{"prompt": ""}', "not empty", "p.jsonl:1"),
         ("p.jsonl", b'{"prompt": 3}', "must be a text", "p.jsonl:1"),
         ("p.jsonl", b'{"messages": []}', "must be a list of objects", "p.jsonl:1"),
-        ("p.jsonl", b'{"messages": [{"content": "x"}]}', "must be a list of objects", "p.jsonl:1"),
+        ("p.jsonl", b'{"messages": [{"content": "x"}]}', "message 1 has the role None", "p.jsonl:1"),
+        ("p.jsonl", b'{"messages": {"role": "user"}}', "must be a list of objects", "p.jsonl:1"),
+        ("p.jsonl", b'{"messages": [{"role": "user", "content": 7}]}', "content is not text: message 1", "p.jsonl:1"),
+        ("p.jsonl", b'{"messages": [{"role": "user"}]}', "empty content: message 1", "p.jsonl:1"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', "half a surrogate pair", "p.jsonl:1"),
+        ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "not JSON: maximum recursion", "p.jsonl:1"),
         ("p.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}', "nothing to answer", "p.jsonl:1"),
         ("p.d", None, "this is a folder", "p.d"),
         ("none.txt", None, "no such file", "none.txt"),
