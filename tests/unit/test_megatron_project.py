@@ -117,16 +117,6 @@ def test_the_four_scripts_of_continual_pre_training_give_the_presets(tmp_path: P
     assert not (tmp_path / "canary").exists()
 
 
-def test_scripts_of_slime_for_reinforcement_give_the_model_and_say_what_is_left(tmp_path: Path) -> None:
-    imported = from_script(write(tmp_path, slime_script("7b", "rl")))
-    assert (imported.size, imported.stage, imported.source, imported.cpt) == ("7b", "rl", "/models/base/", {})
-    assert loaded(tmp_path, imported).model.from_ == "/models/base/"
-    assert "no [rl] section (2048)" in imported.left["global_batch_size"]
-    assert "1e-06" in imported.left["lr"] and "ref_load" not in imported.left
-    assert any("is not there" in note for note in imported.notes)
-    assert not (tmp_path / "canary").exists()
-
-
 @pytest.mark.parametrize("size", ["7b", "1.5b"])
 def test_scripts_of_slime_for_fine_tuning_give_a_stage(tmp_path: Path, size: str) -> None:
     imported = from_script(write(tmp_path, slime_script(size, "sft")))
@@ -219,6 +209,13 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
+        ('A=(--x "2 3" --y "$B")\npython train.py "${A[@]}" "${NONE[@]}" --z 4', {"x": ["2 3"], "y": [""], "z": ["4"]}),
+        ("A=(--x 1)\nA+=(--y '$B')\npython train.py \"${A[@]}\"", {"x": ["1"], "y": ["$B"]}),
+        ('A=(--x 1)\nA=5\npython train.py --y "${A[@]}" --z ${A}', {"y": ["5"], "z": ["5"]}),
+        (
+            'A=\'say "b c" \\d\'\npython train.py --x "$A" --y ${A:-e}',
+            {"x": ['say "b c" \\d'], "y": ["say", '"b', 'c"', "\\d"]},
+        ),
         ("A=1 B=2 torchrun train.py --x 5", {"x": ["5"]}),
         ("export NCCL=1; env A=1 python3 /code/train.py --x 5", {"x": ["5"]}),
         ("python train.py --x 5 2>&1 | tee log.txt", {"x": ["5"]}),

@@ -9,6 +9,7 @@ assignments that depend on a condition.
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import re
 import shlex
@@ -44,7 +45,8 @@ class Script:
         path: the file.
         program: which of `PROGRAMS` it starts.
         flags: name without dashes, words joined by underscores -> its values, in order; no value: an empty list.
-        variables: assignments, exported or not.
+        variables: assignments, exported or not, and the environment that Ray gives the program.
+        garbled: Ray's `--runtime-env-json` is there and is no JSON.
         sourced: files that it reads in; those that are there have been read.
         conditional: assignments that depend on a condition or stand in a loop, as written, and so were not made.
     """
@@ -55,6 +57,7 @@ class Script:
     variables: dict[str, str]
     sourced: list[str] = field(default_factory=list)
     conditional: list[str] = field(default_factory=list)
+    garbled: bool = False
 
 
 def read_script(path: Path) -> Script:
@@ -68,11 +71,22 @@ def read_script(path: Path) -> Script:
     if launched is None:
         what = f"the script starts none of {', '.join(PROGRAMS)}"
         raise InputError(what, str(path), "give the script that launches Megatron-LM or slime")
-    program, words = launched
-    return replace(script, program=program, flags=_flags(words))
+    before, program, words = launched
+    environment = _runtime(before)
+    variables = script.variables | (environment or {})
+    return replace(script, program=program, flags=_flags(words), variables=variables, garbled=environment is None)
 
 
-def _run(path: Path, script: Script, depth: int) -> tuple[str, list[str]] | None:
+def _runtime(words: list[str]) -> dict[str, str] | None:
+    """The variables in `ray job submit --runtime-env-json TEXT`; None when that is no JSON."""
+    given = _flags(words).get("runtime_env_json", ["{}"])
+    try:
+        return {name: str(value) for name, value in json.loads(given[0]).get("env_vars", {}).items()}
+    except (ValueError, AttributeError, IndexError):
+        return None
+
+
+def _run(path: Path, script: Script, depth: int) -> tuple[list[str], str, list[str]] | None:
     launched, variables = None, script.variables
     blocks, assigned = 0, False
     for line, statement, before in _statements(read_text(path)):
@@ -102,7 +116,7 @@ def _run(path: Path, script: Script, depth: int) -> tuple[str, list[str]] | None
             continue
         position = next((i for i, word in enumerate(words) if Path(word).name in PROGRAMS), None)
         if position is not None:
-            launched = Path(words[position]).name, words[position + 1 :]
+            launched = words[:position], Path(words[position]).name, words[position + 1 :]
             for match in matches:  # the environment of the program alone
                 _assign(match, variables)
     return launched
@@ -123,8 +137,12 @@ def _assignments(raw: list[str]) -> tuple[list[re.Match[str]], list[str]]:
 
 def _assign(match: re.Match[str], variables: dict[str, str]) -> None:
     name, more, value = match.groups()
-    words = _words(value[1:-1] if value.startswith("(") and value.endswith(")") else value, variables)
+    array = value.startswith("(") and value.endswith(")")
+    words = _words(value[1:-1] if array else value, variables)
     text = " ".join(words)
+    before = variables.pop(f"{name}[@]", "")  # of arrays, the words as well
+    if array:
+        variables[f"{name}[@]"] = f"{before if more else ''} {shlex.join(words)}".strip()
     variables[name] = f"{variables.get(name, '')} {text}".strip() if more else text
 
 
@@ -232,8 +250,14 @@ def _split(statement: str) -> list[str]:
 
 def _words(text: str, variables: dict[str, str]) -> list[str]:
     """The words of a statement with variables and arithmetic put in; single-quoted text is left alone."""
+    text = re.sub(r'"\$\{(\w+)\[@\]\}"', lambda match: _array(match[1], match[0], variables), text)
     parts = re.split(r"('[^']*')", text)
     return shlex.split("".join(part if part.startswith("'") else _expand(part, variables) for part in parts))
+
+
+def _array(name: str, text: str, variables: dict[str, str]) -> str:
+    """What stands for `"${NAME[@]}"`: the words of an array, nothing when it is not set, else the text as it is."""
+    return variables.get(f"{name}[@]", text if name in variables else "")
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
@@ -243,7 +267,7 @@ def _expand(text: str, variables: dict[str, str]) -> str:
         parts.append(text[position:start])
         end = start + 1
         if name := _NAME.match(text, end):
-            parts.append(variables.get(name[0], ""))
+            parts.append(_literal(variables.get(name[0], "")))
             end = name.end()
         elif text[end : end + 1] == "{":
             end = _brace_end(text, end)
@@ -253,6 +277,11 @@ def _expand(text: str, variables: dict[str, str]) -> str:
         position = end
     text = "".join(parts) + text[position:]
     return _ARITHMETIC.sub(lambda match: _arithmetic(match[1], variables), text)
+
+
+def _literal(value: str) -> str:
+    """The value of a variable for `shlex`: double quotes in it quote nothing."""
+    return re.sub(r'(["\\])', r"\\\1", value)
 
 
 def _brace_end(text: str, start: int) -> int:
@@ -272,7 +301,7 @@ def _braced(text: str, variables: dict[str, str]) -> str:
         return text
     name, kind, fallback = match.groups()
     if kind is None or variables.get(name) or (":" not in kind and name in variables):
-        return variables.get(name, "")
+        return _literal(variables.get(name, ""))
     value = _expand(fallback, variables)
     if kind.endswith("="):
         variables[name] = value
