@@ -2,7 +2,8 @@
 
     python benchmarks/bpe.py OUT FOLDER... [--vocabulary 32768] [--limit-mb 60]
 
-OUT then holds tokenizer.json and tokenizer_config.json as Hugging Face's library reads them, with Qwen's end token.
+OUT then holds tokenizer.json and tokenizer_config.json as Hugging Face's library reads them, with Qwen's end token, the
+two marks of a turn, and a chat template.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-END = "<|endoftext|>"
+from infir2_core.data.byte_files import BYTE_TEMPLATE
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPLIT = (  # Qwen's: contractions, words, single digits, punctuation, line ends, blanks
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,7 +53,7 @@ def main() -> None:
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=args.vocabulary,
-        special_tokens=[END],
+        special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -58,8 +61,9 @@ def main() -> None:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     made.save(str(out / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     (out / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (out / "chat_template.jinja").write_text(BYTE_TEMPLATE, encoding="utf-8")
     print(f"{out}: {made.get_vocab_size():,} ids")
 
 

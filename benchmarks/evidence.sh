@@ -5,6 +5,8 @@
 #   benchmarks/evidence.sh bpe WORK                         a BPE tokenizer trained on sources, and WORK/bpe by it
 #   benchmarks/evidence.sh 1.5b WORK OUT SECONDS            needs the corpus
 #   benchmarks/evidence.sh fast-parity WORK OUT SECONDS     1.5b on the fast path, an arm a card; needs bpe
+#   benchmarks/evidence.sh fast-continued WORK OUT SECONDS  the same from 300 steps of bf16 in common
+#   benchmarks/evidence.sh fast-small WORK OUT SECONDS      `small` on the fast path, 3 seeds; needs the corpus
 #   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; on all cards; again to go on where it stopped
 # Results go to OUT as they come, so that a call that is cut short loses nothing but its last minute.
 set -u
@@ -27,15 +29,25 @@ bpe)
   python3 -m infir2_cli data prepare python-stdlib "$site/transformers" "$site/torch" --ext .py \
     --tokenizer "$work/tokenizer" --out "$work/bpe"
   ;;
-fast-parity)
+fast-parity|fast-continued)
   # 930 steps of 16,384 tokens: 15.2 million.
+  warm=0
+  [ "$part" = fast-continued ] && warm=300
   study="--size 1.5b --seeds 1 --recipes infir2 infir2-lean --control-seeds --data $work/bpe --runs $work/runs"
-  study="$study --cards $(nvidia-smi -L | wc -l) --spread --discard"
-  python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 20) / 60)")" -- --from-scratch \
+  study="$study --cards $(nvidia-smi -L | wc -l) --spread --discard --warm $warm"
+  python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 20) / 60)")" -- \
     --seq-len 8192 --global-batch 2 --micro-batch 2 --steps 930 --warmup-steps 50 --decay-steps 200 --lr 3e-4 \
     --min-lr 3e-5 --eval-every 93 --eval-iters 4 --save-every 930
-  tar czf "$out/fast-parity.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d */metrics.jsonl parity-logs)
-  python3 benchmarks/parity.py report $study --json "$out/fast-parity.json"
+  tar czf "$out/$part.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d */metrics.jsonl parity-logs)
+  python3 benchmarks/parity.py report $study --json "$out/$part.json"
+  ;;
+fast-small)
+  study="--data $work/corpus --runs $work/small --warm 1000 --recipes infir2 infir2-lean --control-seeds"
+  study="$study --cards $(tr ',' '\n' <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi -L)}" | wc -l)"
+  python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 30) / 60)")" -- --eval-iters 20 \
+    --save-every 2000
+  tar czf "$out/fast-small.tgz" -C "$work/small" $(cd "$work/small" && ls -d */metrics.jsonl parity-logs)
+  python3 benchmarks/parity.py report $study --json "$out/fast-small.json"
   ;;
 1.5b)
   # Killed rather than stopped: the 18 GB checkpoint of a stop would take longer than the training.
@@ -56,7 +68,7 @@ parity)
   python3 benchmarks/parity.py report --runs "$work/runs" --json "$out/parity.json"
   ;;
 *)
-  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity or parity, not '$part'" >&2
+  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity, fast-continued, fast-small or parity, not '$part'" >&2
   exit 2
   ;;
 esac

@@ -55,11 +55,13 @@ def arms(args: argparse.Namespace) -> list[tuple[str, int]]:
 def start(
     args: argparse.Namespace, recipe: str, seed: int, name: str, card: int, *extra: str
 ) -> subprocess.Popen[bytes]:
-    """One process of `infir2 cpt` that sees one card and writes to a log file of its own."""
+    """One process of `infir2 cpt` that sees one of the cards seen here, and writes to a log file of its own."""
     command = [sys.executable, "-m", "infir2_cli", "cpt", "--size", args.size, "--data", args.data, "--recipe", recipe]
     command += ["--seed", str(seed), "--name", name, "--runs", args.runs, "--device", args.device, *args.extra, *extra]
     # Each arm launches kernels from one thread; more would only fight over the cores.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(card)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = visible.split(",")[card] if visible else str(card)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": chosen}
     logs = Path(args.runs) / "parity-logs"
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{name}.log").open("ab") as out:
@@ -71,7 +73,8 @@ def run(args: argparse.Namespace) -> None:
     processes: dict[str, subprocess.Popen[bytes]] = {}
     deadline = time.monotonic() + 60 * args.minutes
     if args.warm:
-        extra = ("--steps", str(args.warm), "--decay-steps", "0", "--eval-every", str(args.warm))
+        extra = ("--from-scratch", "--steps", str(args.warm), "--decay-steps", "0", "--eval-every", str(args.warm))
+        extra += ("--save-every", str(args.warm))
         starts = [  # another seed, so that the arms read text in an order of their own
             start(args, "bf16", 100 + seed, f"start-s{seed}", i % args.cards, *extra)
             for i, seed in enumerate(args.seeds)
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         # The control takes the card that a study of three seeds on four cards leaves free.
         group = len(args.seeds) if recipe == args.control else args.seeds.index(seed)
         group = number if args.spread else group
-        extra = ("--from", str(Path(args.runs) / f"start-s{seed}")) if args.warm else ()
+        extra = ("--from", str(Path(args.runs) / f"start-s{seed}")) if args.warm else ("--from-scratch",)
         processes[name_of(recipe, seed)] = start(args, recipe, seed, name_of(recipe, seed), group % args.cards, *extra)
     while time.monotonic() < deadline and any(p.poll() is None for p in processes.values()):
         time.sleep(1)
@@ -129,14 +132,14 @@ def steps_of(args: argparse.Namespace, recipe: str, seed: int) -> tuple[list[flo
 
 
 def compare_training(arms: dict[str, dict[int, tuple[list[float], list[float]]]]) -> dict[str, dict[str, Any]]:
-    """Recipe -> per seed, against bf16: relative difference of the mean loss of the last 5 % of steps, and speed-up.
+    """Recipe -> per seed, against bf16: relative difference of the last 5 % of steps' mean loss, and matched loss.
 
-    The latter is at matched loss: bf16's time over the recipe's time until its loss, averaged over as many steps, is
-    first as low.
+    The latter is the share of bf16's steps after which the recipe's loss, averaged over as many steps, is first as low,
+    and what that is in time: bf16's over the recipe's. Times mean something only where no arms shared a card.
     """
     found: dict[str, dict[str, Any]] = {}
     for recipe, seeds in arms.items():
-        told: dict[str, list[Any]] = {"last_5_percent": [], "speed_up_at_matched_loss": []}
+        told: dict[str, list[Any]] = {"last_5_percent": [], "steps_to_match": [], "speed_up_at_matched_loss": []}
         for seed, (losses, times) in seeds.items() if recipe != "bf16" else ():
             base, base_times = arms["bf16"][seed]
             window = max(1, len(base) // 20)
@@ -144,6 +147,7 @@ def compare_training(arms: dict[str, dict[int, tuple[list[float], list[float]]]]
             told["last_5_percent"].append(statistics.fmean(losses[-window:]) / goal - 1)
             ends = range(window, len(losses) + 1)
             there = next((end for end in ends if statistics.fmean(losses[end - window : end]) <= goal), None)
+            told["steps_to_match"].append(there and there / len(base))
             told["speed_up_at_matched_loss"].append(there and sum(base_times) / sum(times[:there]))
         if recipe != "bf16":
             found[recipe] = told
@@ -213,7 +217,9 @@ def report(args: argparse.Namespace) -> None:
     for name, told in training.items():
         each = ", ".join(f"{value:+.3%}" for value in told["last_5_percent"])
         sooner = ", ".join("never" if value is None else f"{value:.2f} x" for value in told["speed_up_at_matched_loss"])
-        print(f"{name}: training loss of the last 5 % of steps {each}; bf16's end reached sooner by {sooner}")
+        steps = ", ".join("never" if value is None else f"{value:.3f}" for value in told["steps_to_match"])
+        print(f"{name}: training loss of the last 5 % of steps {each}; as low as bf16 ends after {steps} of its steps")
+        print(f"  in time {sooner}")
     for name, loss in swapped.items():
         print(f"{name}: {loss:.4f}")
     if args.json:

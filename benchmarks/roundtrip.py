@@ -1,9 +1,11 @@
 """Converts a random model of a real size there and back, and casts it: seconds, MB/s and peak memory of each command.
 
-    python benchmarks/roundtrip.py --size 1.5b --work DIR [--layers N] [--skip native]
+    python benchmarks/roundtrip.py --size 1.5b --work DIR [--layers N] [--skip native] [--casts 3] [--small-disk]
 
 Every command runs in a process of its own, as a user would type it. The model is written row by row; `infir2 convert
-check` proves each way back bit for bit. DIR needs room for three copies of the model in bf16, four with `native`.
+check` proves each way back bit for bit. DIR needs room for three copies of the model in bf16, four with `native`; with
+`--small-disk` two and three, because the source is removed while a checkpoint is taken back and then made again from
+its seed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def write_model(size: str, layers: int | None, folder: Path) -> int:
     """A random model of a preset's shape; its bytes."""
     shape = load_preset(size).model
     shape = shape if layers is None else shape.model_copy(update={"layers": layers})
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape_to_hf(shape)))
     shapes = tensor_shapes(shape)
     writer = Writer(folder / "model.safetensors", {name: (torch.bfloat16, s) for name, s in shapes.items()})
@@ -56,7 +58,8 @@ def write_model(size: str, layers: int | None, folder: Path) -> int:
 
 
 def run(work: Path, nbytes: int, *words: str) -> dict[str, Any]:
-    """Runs a command of infir2 and measures it."""
+    """Runs a command of infir2 and measures it; `load` is what else the machine did in the minute before."""
+    load = round(os.getloadavg()[0], 1)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     start = time.perf_counter()
     done = subprocess.run(
@@ -66,7 +69,12 @@ def run(work: Path, nbytes: int, *words: str) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"infir2 {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     peak = int(re.findall(r"PEAK (\d+)", done.stderr)[0]) / 1e6
-    shown = {"seconds": round(seconds, 1), "mb_per_s": round(nbytes / 1e6 / seconds), "peak_gb": round(peak, 2)}
+    shown: dict[str, Any] = {
+        "seconds": round(seconds, 1),
+        "mb_per_s": round(nbytes / 1e6 / seconds),
+        "peak_gb": round(peak, 2),
+    }
+    shown["load"] = load
     print(f"{' '.join(words):60} {shown}", file=sys.stderr, flush=True)
     return shown
 
@@ -77,6 +85,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--skip", nargs="*", default=[], choices=["native", "megatron", "cast"])
+    parser.add_argument("--casts", type=int, default=1, help="how often it is cast")
+    parser.add_argument("--small-disk", action="store_true")
     options = parser.parse_args()
     work: Path = options.work
     nbytes = write_model(options.size, options.layers, work / "hf")
@@ -92,15 +102,22 @@ def main() -> None:
     result["copy_mb_per_s"] = round(nbytes / 1e6 / (time.perf_counter() - start))
     shutil.rmtree(work / "copy")
     if "cast" not in options.skip:
-        result["cast"] = run(work, nbytes, "cast-fp8", "hf", "fp8", "--pow2-scale", "--device", "cpu")
+        result["cast"] = []
+        for _ in range(options.casts):
+            shutil.rmtree(work / "fp8", ignore_errors=True)
+            result["cast"].append(run(work, nbytes, "cast-fp8", "hf", "fp8", "--pow2-scale", "--device", "cpu"))
         result["verify"] = run(work, nbytes // 2, "convert", "verify", "fp8")
         shutil.rmtree(work / "fp8")
     for layout in ("native", "megatron"):
         if layout in options.skip:
             continue
         steps = {"there": run(work, nbytes, "convert", "from-hf", "hf", layout, "--layout", layout)}
+        if options.small_disk:
+            (work / "hf/model.safetensors").unlink()
         steps["back"] = run(work, nbytes, "convert", "to-hf", layout, "again", "--origin", "hf")
         shutil.rmtree(work / layout)
+        if options.small_disk:
+            write_model(options.size, options.layers, work / "hf")
         steps["check"] = run(work, nbytes, "convert", "check", "hf", "again")
         shutil.rmtree(work / "again")
         result[layout] = steps

@@ -61,17 +61,23 @@ def default_out(folder: Path) -> Path:
     return path.parent.parent / "hf" / path.name if path.parent.name == CHECKPOINTS else beside(path, "-hf")
 
 
-def export(folder: Path, out: Path, origin: str | None = None, dtype: str = DTYPE) -> dict[str, Any]:
-    """Writes the Hugging Face folder `out` from a run or checkpoint, with a progress bar; the facts for the user."""
+def export(
+    folder: Path, out: Path, origin: str | None = None, dtype: str = DTYPE, dry_run: bool = False
+) -> dict[str, Any]:
+    """Writes the Hugging Face folder `out` from a run or checkpoint, with a progress bar; the facts for the user.
+
+    Args:
+        dry_run: only look at what is there and say what would be written.
+    """
     from infir2_core.config.hf_config import shape_from_hf
     from infir2_core.convert import native_in
-    from infir2_core.convert.export import export_hf
+    from infir2_core.convert.export import DTYPES, export_hf
     from infir2_core.convert.folder import read_config
     from infir2_core.convert.megatron import surroundings as megatron_in
     from infir2_core.convert.megatron.weights import MegatronWeights
     from infir2_core.convert.sources import model_folder
     from infir2_core.convert.staging import check_out
-    from infir2_core.convert.weights import NativeWeights, open_weights
+    from infir2_core.convert.weights import NativeWeights, open_weights, stored_bytes
     from infir2_core.errors import InputError
 
     from .progress import BytesBar
@@ -89,6 +95,10 @@ def export(folder: Path, out: Path, origin: str | None = None, dtype: str = DTYP
             raise InputError("this is a Hugging Face folder already", str(folder), "give a run or a checkpoint")
         for note in found.notes:
             say(f"note: {note}")
+        if dry_run:
+            nbytes = stored_bytes(weights.tensors, DTYPES[dtype])
+            facts = {"out": out, "tensors": len(weights.tensors), "bytes": nbytes, "dtype": dtype}
+            return facts | {"source": weights.path, "notes": found.notes, "written": False}
         mark = json.dumps({"source": _digest(folder), "dtype": dtype}) + "\n"
         beside = replace(found.beside, texts={**found.beside.texts, MARK: mark})
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +106,7 @@ def export(folder: Path, out: Path, origin: str | None = None, dtype: str = DTYP
             facts = export_hf(weights, out, dtype, beside, bar.update)
     finally:
         weights.close()
-    return facts | {"source": weights.path, "notes": found.notes}
+    return facts | {"source": weights.path, "notes": found.notes, "written": True}
 
 
 def exported(folder: Path, dry_run: bool = False) -> Path:

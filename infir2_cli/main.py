@@ -6,6 +6,7 @@ and the rest are imported by the command that runs.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -102,6 +103,9 @@ def _options(params: Iterable[Any]) -> list[str]:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that is no text must not end a command
     try:
         result = app(prog_name="infir2", standalone_mode=False)
         sys.exit(result if isinstance(result, int) else 0)

@@ -180,7 +180,7 @@ def from_os_error(error: OSError) -> Infir2Error | None:
         return MachineError("no room left on the disk", where, "free some space or choose another folder")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return InputError("no permission to read or write here", where, "choose a folder you own, or change its mode")
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
         return InputError((error.strerror or "no such file").lower(), where, "check the path")
     return None
 

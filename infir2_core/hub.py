@@ -1,7 +1,7 @@
 """The Hugging Face hub through its own library: snapshots, uploads, and what its failures mean to a person.
 
 HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and proxies are the library's business and honoured by it; no token is
-read, printed or stored here.
+printed or stored here, and none is read but to see whether it could be sent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def explained(hub_id: str, where: str, missing: str = "", revision: str | None =
         revision: branch, tag or commit that was asked for; None: main.
 
     Raises:
-        InputError: no such repository or revision, no right to it, an agreement that is asked for, or a hub that
-            cannot be reached.
+        InputError: no such repository or revision, no right to it, an agreement that is asked for, a token that is
+            none, or a hub that cannot be reached.
         OSError: of this machine, such as a full disk; as it came.
     """
     from huggingface_hub.errors import (
@@ -62,7 +62,8 @@ def explained(hub_id: str, where: str, missing: str = "", revision: str | None =
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with _sendable_token():
+            yield
     except GatedRepoError as error:
         hint = "accept its terms on the hub, then: hf auth login"
         raise InputError(f"the hub model '{hub_id}' asks for an agreement", where, hint) from error
@@ -95,6 +96,27 @@ def explained(hub_id: str, where: str, missing: str = "", revision: str | None =
         raise
     finally:
         log.setLevel(level)
+
+
+@contextmanager
+def _sendable_token() -> Iterator[None]:
+    """Explains what fails because the token cannot stand in a request: the library's own words show the token."""
+    from huggingface_hub import constants, get_token
+
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or constants.HF_HUB_OFFLINE:
+            raise
+        try:
+            sendable = re.fullmatch(r"[!-~]*", get_token() or "") is not None
+        except UnicodeError:
+            sendable = False
+        if sendable:
+            raise
+        what = "the token for the hub has characters that no token has"
+        where, hint = "HF_TOKEN, or else the file of hf auth login", "copy it again, then: hf auth login"
+        raise InputError(what, where, hint) from None
 
 
 def _reason(error: Exception) -> str:
@@ -210,15 +232,11 @@ def files_to_push(folder: Path) -> list[Path]:
     """
     from huggingface_hub.utils import filter_repo_objects
 
-    home = folder.resolve()
-    allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
-    files = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
-            what = f"{path.relative_to(folder)} is a link that leaves the folder: {path.resolve()}"
-            raise InputError(what, str(folder), "remove it, or copy the file here")
-        if path.is_file():
-            files.append(path.relative_to(folder))
+    from .convert.folder import links_outside
+
+    for what in links_outside(folder):
+        raise InputError(what, str(folder), "remove it, or copy the file here")
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     kept = set(filter_repo_objects((file.as_posix() for file in files), ignore_patterns=IGNORED))
     return [file for file in files if file.as_posix() in kept]
 

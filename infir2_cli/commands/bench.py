@@ -71,7 +71,7 @@ def bf16_vs_fp8(
     arms = compare.arms(spec, [r.strip() for r in recipes.split(",") if r.strip()], peer is not None)
     found = compare.run(arms, turns, note=_note)
     told = story.tell(card, spec, found)
-    key = baseline.key_of(size, seq_len, rows, layers, not no_optimizer)
+    key = baseline.key_of(spec)
     data = {
         "card": dataclasses.asdict(card),
         "settings": dataclasses.asdict(spec),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,10 +74,10 @@ def cast_fp8(
 def _block(text: str) -> tuple[int, int]:
     from infir2_core.errors import UsageError
 
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    match = re.fullmatch(r"\s*([0-9]{1,18})\s*,\s*([0-9]{1,18})\s*", text)
+    if match is None:
         raise UsageError(f"'{text}' is no block size", "--block", "--block 128,128")
-    return int(parts[0]), int(parts[1])
+    return int(match[1]), int(match[2])
 
 
 def _show_plan(facts: dict[str, Any]) -> None:

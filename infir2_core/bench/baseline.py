@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError, MachineError
+from .arm import ArmSpec
 from .compare import Row
 
 LEAST = 0.02  # changes below this are never called a regression
@@ -35,9 +36,13 @@ def path_for(folder: Path, card: str) -> Path:
     return folder / ("-".join(card.lower().split()) + ".json")
 
 
-def key_of(size: str, seq_len: int, rows: int, layers: int, optimizer: bool) -> str:
+def key_of(spec: ArmSpec) -> str:
     """Name of one comparison, for example `1.5b-8192x2`."""
-    return f"{size}-{seq_len}x{rows}" + (f"-{layers}layers" if layers else "") + ("" if optimizer else "-fwdbwd")
+    parts = [f"{spec.size}-{spec.seq_len}x{spec.rows}"]
+    parts += [f"{spec.layers}layers"] if spec.layers else []
+    parts += [] if spec.optimizer else ["fwdbwd"]
+    parts += [f"after{spec.after}"] if spec.after else []
+    return "-".join(parts)
 
 
 def noise(rows: list[Row], arm: str, phase: str) -> float:

@@ -7,10 +7,7 @@ BF16. What the paper's repository reports is put beside it, and called comparabl
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any
 
 from ..errors import InputError, MachineError
 from .arm import PHASES, ArmSpec, ArmTimes
+from .child import Child
 
 OURS, PEER = "infir2_core.bench.arm", "infir2_core.bench.peer"
 
@@ -43,6 +41,8 @@ class Row:
         ratio: each median over that of the first row, our BF16; `peak_gb` and `tok_per_s` too.
         peak_gb: allocated at most; None on a CPU.
         reserved_gb: reserved at most.
+        first_step_s: seconds from a process's start to the end of its first step, in the last turn (caches are warm
+            from the first one).
         tok_per_s: of the whole step (of forward and backward where there is no optimizer).
         tflops: model TFLOPS, causal attention counted once.
         failed: why there are no figures.
@@ -57,6 +57,7 @@ class Row:
     ratio: dict[str, float] = field(default_factory=dict)
     peak_gb: float | None = None
     reserved_gb: float | None = None
+    first_step_s: float = 0.0
     tok_per_s: float = 0.0
     tflops: float = 0.0
     failed: str = ""
@@ -66,7 +67,7 @@ class Row:
 
 
 def arms(spec: ArmSpec, recipes: list[str], peer: bool) -> list[Arm]:
-    """Our BF16, the recipes, and the peer's BF16 and FP8.
+    """Our BF16, the recipes, and the peer's BF16 and FP8 (beside `infir2-lean` also with narrow optimizer state).
 
     Raises:
         InputError: no such recipe, or one that cannot run.
@@ -85,7 +86,8 @@ def arms(spec: ArmSpec, recipes: list[str], peer: bool) -> list[Arm]:
             raise MachineError(
                 f"the peer needs {' and '.join(lacks)}", "--peer megatron-te", "pip install 'infir2[megatron]'"
             )
-        made += [Arm(f"megatron-te {r}", PEER, dataclasses.replace(spec, recipe=r)) for r in ("bf16", "fp8")]
+        theirs = ["bf16", "fp8", *(["fp8-lean"] if "infir2-lean" in wanted else [])]
+        made += [Arm(f"megatron-te {r}", PEER, dataclasses.replace(spec, recipe=r)) for r in theirs]
     return made
 
 
@@ -96,15 +98,29 @@ def run(chosen: list[Arm], turns: int, note: Callable[[str], None] = lambda text
         MachineError: no arm fits the card.
     """
     times: dict[str, list[ArmTimes]] = {arm.name: [] for arm in chosen}
-    for turn in range(turns):
-        for arm in chosen:
+    order = [(turn, arm) for turn in range(turns) for arm in chosen]
+    ready: dict[int, Child] = {}
+
+    def start(number: int) -> None:
+        turn, arm = order[number]
+        profile = arm.spec.profile and turn == turns - 1
+        ready[number] = Child(arm.module, dataclasses.replace(arm.spec, profile=profile))
+
+    try:
+        for number, (turn, arm) in enumerate(order):
             if times[arm.name] and times[arm.name][-1].failed:
                 continue
             note(f"turn {turn + 1} of {turns}: {arm.name}")
-            last = turn == turns - 1
-            times[arm.name].append(
-                _process(arm.module, dataclasses.replace(arm.spec, profile=arm.spec.profile and last))
-            )
+            if number not in ready:
+                start(number)
+            ready[number].tell()
+            if number + 1 < len(order) and arm.spec.device != "cpu":
+                start(number + 1)  # it imports while this one has the card
+            times[arm.name].append(ready[number].result())
+            del ready[number]
+    finally:
+        for child in ready.values():
+            child.end()
     rows = [summarise(arm.name, arm.spec, times[arm.name]) for arm in chosen]
     if all(row.failed for row in rows):
         hint = "fewer --layers, a shorter --seq-len, fewer --rows, or --recompute full"
@@ -143,6 +159,7 @@ def summarise(name: str, spec: ArmSpec, turns: list[ArmTimes]) -> Row:
     whole = row.ms["step" if spec.optimizer else "forward+backward"]
     row.tok_per_s = spec.rows * spec.seq_len / whole * 1e3
     row.tflops = row.tok_per_s * shape.flops_per_token(spec.seq_len) / 1e12
+    row.first_step_s = turns[-1].first_step_s
     row.profile, row.by, row.versions = turns[-1].profile, turns[-1].by, turns[-1].versions
     return row
 
@@ -163,14 +180,3 @@ def not_comparable(row: dict[str, Any], rows: int, layers: int, card: str) -> li
     if card not in row["card"]:
         reasons.append(row["card"])
     return [*reasons, "several microbatches a step, number not published"]
-
-
-def _process(module: str, spec: ArmSpec) -> ArmTimes:
-    command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(spec))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    last = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), "")
-    if done.returncode or not last:
-        # The other arms' results must not be lost with this one's.
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        return ArmTimes(failed=f"{module} ended with {done.returncode}:\n{tail}")
-    return ArmTimes(**json.loads(last))

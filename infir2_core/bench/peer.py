@@ -4,7 +4,8 @@
 
 Runs in an environment that has both packages; nothing of the native engine is imported. It gets what helps it: one
 fused cross-entropy, fused RoPE and SwiGLU, cuDNN attention, FP8 parameters, the distributed optimizer, the same tokens,
-and the vocabulary padded as Megatron pads it. Gradients are float32, as ours are.
+and the vocabulary padded as Megatron pads it. Gradients are float32, as ours are; `fp8-lean` stores moments in FP8 and
+gradients in bf16, as `infir2-lean` does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from .arm import ArmSpec, ArmTimes, Clock, by_phase, guarded, show, text_tokens
+from .arm import ArmSpec, ArmTimes, Clock, by_phase, guarded, show, since_start, text_tokens
+from .child import wait
 
 PACKAGES = ("transformer-engine", "megatron-core")
 
@@ -28,8 +30,8 @@ def missing() -> list[str]:
     return [package for package, module in modules.items() if find_spec(module) is None]
 
 
-def measure(spec: ArmSpec) -> ArmTimes:
-    """Runs the peer; `spec.recipe` is `bf16` or `fp8` (blockwise E4M3, FP8 parameters)."""
+def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
+    """Runs the peer; `spec.recipe` is `bf16`, `fp8` (blockwise E4M3, FP8 parameters) or `fp8-lean`."""
     os.environ |= {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -66,6 +68,9 @@ def measure(spec: ArmSpec) -> ArmTimes:
             optimizer.step()
         clock.mark()
         losses.append(loss.detach())
+        if step == 0:
+            losses[0].item()
+            made.first_step_s = since_start(waited)
     # Read at the end, as ours are: between steps nothing waits for the device.
     made.ms = by_phase(clock.intervals())
     made.losses = [float(loss) for loss in losses[-spec.steps :]]
@@ -90,7 +95,8 @@ def _build(spec: ArmSpec) -> tuple[Any, Any]:
     shape, settings = load_preset(spec.size).model, load_preset(spec.size).cpt
     parallel_state.initialize_model_parallel(1, 1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True} if spec.recipe == "fp8" else {}
+    lean = spec.recipe == "fp8-lean"
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True} if spec.recipe != "bf16" else {}
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         num_layers=spec.layers or shape.layers,
@@ -131,11 +137,16 @@ def _build(spec: ArmSpec) -> tuple[Any, Any]:
         share_embeddings_and_output_weights=shape.tied,
     ).cuda()
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, fp8_param_gather=bool(fp8)
+        grad_reduce_in_fp32=not lean,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        fp8_param_gather=bool(fp8),
     )
     wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model))
     if not spec.optimizer:
         return wrapped, None
+    narrow: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}
+    narrow |= {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}  # its name for FP8
     adam = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -148,14 +159,21 @@ def _build(spec: ArmSpec) -> tuple[Any, Any]:
         use_distributed_optimizer=True,
         clip_grad=settings.clip,
         fp8_recipe="blockwise" if fp8 else None,
+        **(narrow if lean else {}),
     )
     return wrapped, get_megatron_optimizer(adam, [wrapped])
 
 
 def main() -> None:
     """Entry point of the process."""
-    fields: dict[str, Any] = json.loads(sys.argv[1])
-    show(guarded(lambda: measure(ArmSpec(**fields))))
+    spec = ArmSpec(**json.loads(sys.argv[1]))
+    waited = wait(_import)
+    show(guarded(lambda: measure(spec, waited)))
+
+
+def _import() -> None:
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def tell(found: Card, spec: ArmSpec, rows: list[Row]) -> Told:
         gemms = sorted({by for what, each in row.by.items() if what != "attention" for by in each.split(", ")})
         if gemms:
             told.notes.append(f"{row.name}: GEMMs by {', '.join(gemms)}; attention by {row.by.get('attention', '-')}")
+    starts = [f"{row.name} {row.first_step_s:.0f} s" for row in rows if row.first_step_s]
+    told.notes.append(f"from the start of a process to the end of its first step: {', '.join(starts) or 'unknown'}")
     _published(told, found, spec)
     if found.gpu:
         _breakdown(told, rows)

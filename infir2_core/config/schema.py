@@ -24,15 +24,18 @@ class Strict(BaseModel):
 
 
 class ModelShape(Strict):
-    """Architecture of a Qwen2.5-family decoder. Lengths count elements; `vocab` counts rows of the embedding."""
+    """Architecture of a Qwen2.5-family decoder. Lengths count elements; `vocab` counts rows of the embedding.
 
-    layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    ffn: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    vocab: int = Field(gt=0)
+    The bounds are far above any model; they keep a damaged config from asking for endless work.
+    """
+
+    layers: int = Field(gt=0, le=1 << 13)
+    hidden: int = Field(gt=0, le=1 << 20)
+    ffn: int = Field(gt=0, le=1 << 22)
+    heads: int = Field(gt=0, le=1 << 13)
+    kv_heads: int = Field(gt=0, le=1 << 13)
+    head_dim: int = Field(gt=0, le=1 << 13)
+    vocab: int = Field(gt=0, le=1 << 28)
     tied: bool
     rope_base: float = 1e6
     max_positions: int = Field(32768, gt=0)

@@ -59,14 +59,31 @@ def inherited(origin: Path | None) -> dict[str, Any]:
     """Front matter of the origin's card that an export inherits: licence, languages, tags, base model, pipeline."""
     if origin is None or not (origin / CARD).is_file():
         return {}
+    try:
+        return _read_card(origin / CARD)[0]
+    except InputError:
+        return {}  # a damaged card is no reason to refuse the weights beside it
+
+
+def _read_card(path: Path) -> tuple[dict[str, Any], str]:
+    """What a card's front matter says that others inherit, and its text.
+
+    Raises:
+        InputError: the card is no text, or its front matter cannot be read.
+    """
     from huggingface_hub import ModelCard
 
     try:
-        data = ModelCard.load(origin / CARD, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, OSError):
-        return {}  # a damaged card is no reason to refuse the weights beside it
-    wanted = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model", "tags")
-    return {key: data[key] for key in wanted if data.get(key)}
+        card = ModelCard.load(path, ignore_metadata_errors=True)
+        data = card.data.to_dict()
+    except Exception as error:  # the library lets through whatever its YAML reader and its own types raise
+        what = f"the card cannot be read: {str(error).split(chr(10))[0]}"
+        raise InputError(what, str(path), "mend what stands between its first two lines ---, or remove it") from error
+    wanted = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
+    front = {key: data[key] for key in wanted if data.get(key)}
+    if tags := [tag for tag in data.get("tags") or [] if isinstance(tag, str)]:
+        front["tags"] = tags
+    return front, card.text
 
 
 def folder_card(folder: Path, base_model: str = "", licence: str = "") -> str:
@@ -77,14 +94,13 @@ def folder_card(folder: Path, base_model: str = "", licence: str = "") -> str:
         licence: hub name of a licence; empty: what the folder's card says.
 
     Raises:
-        InputError: the folder has no config.json, or its cast report is damaged.
+        InputError: the folder has no config.json, or its card or cast report is damaged.
     """
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import ModelCardData
 
     report = _cast_report(folder)
     weight_shape(read_config(folder), str(folder / "config.json"))
-    front = inherited(folder)
-    text = ModelCard.load(folder / CARD, ignore_metadata_errors=True).text if (folder / CARD).is_file() else ""
+    front, text = _read_card(folder / CARD) if (folder / CARD).is_file() else ({}, "")
     text = text.split(FP8_HEADING)[0].strip() or f"# {folder.resolve().name}"
     if base_model:
         front["base_model"] = base_model

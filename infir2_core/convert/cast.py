@@ -27,7 +27,7 @@ from .cast_plan import CastPlan
 from .folder import SCALE, grid
 from .safefile import Entry, Reader, Writer
 from .staging import Staging, copy_file, write_whole
-from .streams import STRIP, Strip, check_finite, in_parallel, strips
+from .streams import DEVICE_STRIP, PASSING, STRIP, Strip, check_finite, in_parallel, rounded, strips
 from .verify import require
 
 REPORT = "cast_report.json"
@@ -130,7 +130,7 @@ def _identity(plan: CastPlan) -> dict[str, list[int]]:
 def _cast_shard(
     plan: CastPlan, entries: list[Entry], aside: Path, device: str, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    chosen, height = set(plan.cast), plan.block[0]
+    chosen, height, at_once = set(plan.cast), plan.block[0], STRIP if device == "cpu" else DEVICE_STRIP
     sums = {entry.name: Sums() for entry in entries if entry.name in chosen}
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for entry in entries:
@@ -144,11 +144,14 @@ def _cast_shard(
     def work(item: tuple[Entry, Strip]) -> int:
         entry, strip = item
         rows = reader.rows(entry, strip.first, strip.count)
+        if entry.name in chosen:
+            rows = rows.to(device)
         check_finite(rows, entry.name, str(entry.file), strip.first)
         if entry.name not in chosen:
             writer.write(entry.name, rows, strip.first)
             return strip.nbytes
-        codes, scales = _quantised(rows, plan, device, sums[entry.name])
+        rows = rounded(rows, torch.bfloat16, entry.name, str(entry.file))
+        codes, scales = _quantised(rows, plan, sums[entry.name])
         writer.write(entry.name, codes, strip.first)
         writer.write(entry.name + SCALE, scales, strip.first // height)
         return strip.nbytes
@@ -161,8 +164,8 @@ def _cast_shard(
     def items() -> Any:
         for entry in entries:
             width = math.prod(entry.row_shape)
-            multiple = height if entry.name in chosen else 1
-            for strip in strips(entry.rows, width, width * entry.dtype.itemsize, multiple, device):
+            multiple, elements = (height, at_once) if entry.name in chosen else (1, PASSING)
+            for strip in strips(entry.rows, width, width * entry.dtype.itemsize, multiple, elements):
                 yield entry, strip
 
     with Reader(entries[0].file) as reader:
@@ -175,22 +178,28 @@ def _cast_shard(
     return {"tensors": {name: one.record() for name, one in sums.items()}}
 
 
-def _quantised(rows: Tensor, plan: CastPlan, device: str, sums: Sums) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and scales [R / height, C / width] of some rows of a weight, on the CPU."""
+def _quantised(rows: Tensor, plan: CastPlan, sums: Sums) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] and scales [R / height, C / width] of some bf16 rows of a weight, on the CPU."""
     quant, width = QuantPlan(row=plan.rule.spec), plan.block[1]
+    if rows.is_cuda:
+        return _piece(rows, quant, sums)
     codes = torch.empty(rows.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(grid(tuple(rows.shape), plan.block), dtype=torch.float32)
-    # On a CPU in pieces of a few columns, whose temporaries stay in the cache.
-    piece = rows.shape[1] if device != "cpu" else max(1, STRIP // max(1, rows.shape[0] * width)) * width
+    # In pieces of a few columns, whose temporaries stay in the cache.
+    piece = max(1, STRIP // max(1, rows.shape[0] * width)) * width
     for first in range(0, rows.shape[1], piece):
-        weight = rows[:, first : first + piece].to(device).to(torch.bfloat16)
-        wide = weight.float()
-        made = quantize(wide if device == "cpu" else weight, quant).row  # a CPU computes in float32 anyway
-        assert made is not None
-        sums.add(wide, made.dequantize(), made.data, made.scale)
-        codes[:, first : first + piece] = made.data.cpu()
-        scales[:, first // width : first // width + made.scale.shape[1]] = made.scale.cpu()
+        made, scale = _piece(rows[:, first : first + piece], quant, sums)
+        codes[:, first : first + piece] = made
+        scales[:, first // width : first // width + scale.shape[1]] = scale
     return codes, scales
+
+
+def _piece(rows: Tensor, quant: QuantPlan, sums: Sums) -> tuple[Tensor, Tensor]:
+    wide = rows.float()
+    made = quantize(rows if rows.is_cuda else wide, quant).row  # a CPU computes in float32 anyway
+    assert made is not None
+    sums.add(wide, made.dequantize(), made.data, made.scale)
+    return made.data.cpu(), made.scale.cpu()
 
 
 def _write_index(plan: CastPlan, folder: Path) -> None:

@@ -30,6 +30,7 @@ ROLES = {
     "mlp.down_proj": "down",
 }
 SCALE_FMTS = ("ue8m0",)
+MAX_BLOCK = 1024  # rows or columns; strips are whole blocks, so a larger one would need the memory of whole weights
 TESTED = {"ue8m0": ("transformers 5.17, dequantising on a CPU",)}
 
 
@@ -117,14 +118,18 @@ def plan_cast(
 
     Args:
         pow2: power-of-two scales; None: as the source's recipe.json trained its weights, else float32 scales.
-        block: rows and columns that share a scale.
+        block: rows and columns that share a scale, 1 to `MAX_BLOCK` each.
         keep: globs over modules (`model.layers.0.*`) that stay as they are.
         scale_fmt: `ue8m0` to declare power-of-two scales in config.json; empty declares nothing.
 
     Raises:
         InputError: the source is quantised already or has a linear weight of another dtype than bf16, fp16, fp32.
-        UsageError: a glob that matches nothing or only a part of what loaders fuse, ue8m0 without power-of-two scales.
+        UsageError: a block of no or of too many rows or columns, a glob that matches nothing or only a part of what
+            loaders fuse, ue8m0 without power-of-two scales.
     """
+    if not all(1 <= extent <= MAX_BLOCK for extent in block):
+        what = f"blocks have 1 to {MAX_BLOCK} rows and columns, not {block[0]}x{block[1]}"
+        raise UsageError(what, "--block", "--block 128,128")
     if source.quantization or any(name.endswith(SCALE) for name in source.entries):
         method = source.quantization.get("quant_method", "fp8")
         raise InputError(f"the model is quantised already ({method})", str(source.path), "cast the bf16 model instead")
@@ -161,6 +166,8 @@ def read_recipe(folder: Path) -> Recipe | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"the recipe cannot be read: {error}", str(path), "remove it, or copy it again") from error
+    if not isinstance(content, dict):
+        raise InputError("the recipe is not an object", str(path), "remove it, or copy it again")
     return from_json(content, str(path))
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import __version__
 from ..config.hf_config import shape_from_hf, shape_to_hf
@@ -24,9 +23,9 @@ from ..model.hf import INDEX, SINGLE
 from .folder import read_config, side_files, tensor_shapes, weight_shape
 from .safefile import Writer
 from .staging import Staging, check_out, copy_file, write_whole
-from .streams import Strip, in_parallel
+from .streams import Strip, in_parallel, rounded
 from .verify import require
-from .weights import Weights, rows_as, spans
+from .weights import Weights, rows_as, spans, stored_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 4 << 30
@@ -81,8 +80,7 @@ def export_hf(
     check_out(out, beside.origin)
     config = _config(weights.shape, dtype, beside.origin) | dict(beside.config)
     shards = _shards({name: shape for name, (_, shape) in weights.tensors.items()}, target, shard_bytes)
-    total = sum(_bytes(weights.tensors[name]) for name in weights.tensors)
-    written = sum(math.prod(shape) * target.itemsize for _, shape in weights.tensors.values())
+    total, written = stored_bytes(weights.tensors), stored_bytes(weights.tensors, target)
     copies = sum((beside.origin / file).stat().st_size for file in beside.files()) if beside.origin else 0
     plan = {
         "what": "to-hf",
@@ -182,7 +180,7 @@ def copy_tensors(
     def work(item: tuple[str, Strip]) -> int:
         name, strip = item
         rows = rows_as(weights, name, strip.first, strip.count, dtype)
-        writer.write(names[name], rounded(rows, dtype, name), strip.first)
+        writer.write(names[name], rounded(rows, dtype, name, "--dtype"), strip.first)
         return strip.nbytes
 
     writer, whole = Writer(path, {to: (dtype, weights.tensors[name][1]) for name, to in names.items()}), False
@@ -191,15 +189,3 @@ def copy_tensors(
         whole = True
     finally:
         writer.close(sync=whole)
-
-
-def rounded(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Finite `rows` in `dtype`; InputError when that makes one of them infinite."""
-    if rows.dtype == dtype:
-        return rows.contiguous()
-    made = rows.to(dtype)
-    if not bool(torch.isfinite(made).all()):
-        largest = float(rows.abs().max())
-        what = f"'{name}' has the value {largest:g}, which {str(dtype).removeprefix('torch.')} cannot hold"
-        raise InputError(what, "--dtype", "--dtype bfloat16, or float32")
-    return made.contiguous()

@@ -83,6 +83,19 @@ def side_files(folder: Path) -> Iterator[Path]:
             yield inside
 
 
+def links_outside(folder: Path) -> Iterator[str]:
+    """What is wrong with each link of a folder, of whatever name and depth, that leads out of it or nowhere."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            try:
+                _stays_inside(path, folder)
+                path.stat()
+            except InputError as error:
+                yield error.what
+            except (OSError, RuntimeError):  # a loop
+                yield f"{path.relative_to(folder)} is a link that leads nowhere"
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder.
 
@@ -92,8 +105,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not folder.is_dir():
         raise InputError("there is no such folder", str(folder), "give a Hugging Face folder or a hub id")
+    if file.exists() and not file.is_file():
+        raise InputError("config.json is no file", str(file), "download the model again")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # halves of characters, which nobody could write again
     except FileNotFoundError:
         raise InputError("this is no Hugging Face model: it has no config.json", str(folder)) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -196,7 +212,8 @@ def _stays_inside(path: Path, folder: Path) -> bool:
     real, home = path.resolve(), folder.resolve()
     allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
     if not any(real.is_relative_to(place) for place in allowed):
-        raise InputError(f"{path.name} is a link that leaves the folder: {real}", str(folder), "copy the file here")
+        what = f"{path.relative_to(folder)} is a link that leaves the folder: {real}"
+        raise InputError(what, str(folder), "remove it, or copy the file here")
     return True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.schema import RunConfig
 from ..config.source import open_native
+from ..config.toml import read_text
 from ..data.byte_files import byte_files
 from ..data.tokenizer import BYTE
 from ..errors import InputError
@@ -114,7 +115,7 @@ def _tokenizer(reference: str) -> dict[str, str]:
     folder = Path(reference).expanduser() if reference else None
     if folder is None or not (folder / "tokenizer.json").is_file():
         return {}
-    return {name: (folder / name).read_text(encoding="utf-8") for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return {name: read_text(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
 
 
 def _chat_files(reference: str, turn_end: int, origin: Path | None) -> dict[str, str]:
@@ -131,7 +132,7 @@ def _chat_files(reference: str, turn_end: int, origin: Path | None) -> dict[str,
     folder = None if reference == BYTE else Path(reference).expanduser()
     for place in (folder, origin):
         if GENERATION not in files and place is not None and (place / GENERATION).is_file():
-            files[GENERATION] = (place / GENERATION).read_text(encoding="utf-8")
+            files[GENERATION] = read_text(place / GENERATION)
     name = next(
         (t["content"] for t in json.loads(files["tokenizer.json"])["added_tokens"] if t["id"] == turn_end), None
     )

@@ -15,7 +15,7 @@ from .. import __version__
 from ..train import manifest
 from .export import Watch, copy_tensors
 from .staging import Staging, write_whole
-from .weights import Weights
+from .weights import Weights, stored_bytes
 
 
 def export_native(weights: Weights, out: Path, watch: Watch = lambda done, total: None) -> dict[str, Any]:
@@ -28,17 +28,16 @@ def export_native(weights: Weights, out: Path, watch: Watch = lambda done, total
     Raises:
         InputError: `out` exists, no room, or NaN in a tensor (named).
     """
-    sizes = [torch.Size(shape).numel() for _, shape in weights.tensors.values()]
-    total = sum(n * dtype.itemsize for n, (dtype, _) in zip(sizes, weights.tensors.values(), strict=True))
+    total, nbytes = stored_bytes(weights.tensors), stored_bytes(weights.tensors, torch.float32)
     plan = {"what": "native", "version": __version__, "source": str(weights.path.resolve())}
     names, file, done = {name: f"model/{name}" for name in weights.tensors}, manifest.file_name(0), 0
 
-    def count(nbytes: int) -> None:
+    def count(more: int) -> None:
         nonlocal done
-        done += nbytes
+        done += more
         watch(done, total)
 
-    with Staging(out, plan | {"identity": weights.identity()}, 4 * sum(sizes), weights.path) as stage:
+    with Staging(out, plan | {"identity": weights.identity()}, nbytes, weights.path) as stage:
         if stage.finished(file) is None:
             copy_tensors(weights, stage.aside(file), names, torch.float32, count)
             with stage.aside(file).open("rb") as written:
@@ -60,4 +59,4 @@ def export_native(weights: Weights, out: Path, watch: Watch = lambda done, total
         content |= {"state": {"engine": engine, "origin": f"infir2 {__version__} convert from-hf"}}
         write_whole(stage.path / manifest.NAME, manifest.seal(content))
         stage.publish()
-    return {"out": out, "tensors": len(tensors), "bytes": 4 * sum(sizes), "layout": "native"}
+    return {"out": out, "tensors": len(tensors), "bytes": nbytes, "layout": "native"}

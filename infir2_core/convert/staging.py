@@ -33,7 +33,7 @@ def check_out(out: Path, source: Path | None = None) -> None:
         InputError: with what to do instead.
     """
     if source is not None:
-        there, here = source.resolve(), out.resolve()
+        there, here = (Path(os.path.realpath(path)) for path in (source, out))  # `resolve` stumbles over loops
         if here == there or here in there.parents:
             raise InputError("the output would be written over the source", str(out), "choose another output folder")
         if there in here.parents:
@@ -86,7 +86,7 @@ class Staging:
         self._journal.mkdir(parents=True, exist_ok=True)
         if self._lock < 0:
             self._take_lock(self._journal)
-        if known.is_file() and known.read_text(encoding="utf-8") != plan:
+        if known.is_file() and known.read_bytes() != plan.encode():
             what = "an unfinished output of other settings, or of a source that has changed, is in the way"
             raise InputError(what, str(self.path), f"repeat that command to finish it, or: rm -r {self.path}")
         done = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..errors import InputError
 
 T = TypeVar("T")
-STRIP = 1 << 18  # elements of a strip on a CPU: its temporaries stay in the cache
+STRIP = 1 << 18  # elements of a strip that a CPU computes with: its temporaries stay in the cache
+PASSING = 1 << 20  # of one that is only looked at or copied: fewer turns of the interpreter
 DEVICE_STRIP = 1 << 26  # on a GPU: large enough to fill it
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -34,9 +35,11 @@ class Strip:
     nbytes: int
 
 
-def strips(rows: int, row_elements: int, row_bytes: int, multiple: int = 1, device: str = "cpu") -> Iterator[Strip]:
-    """Cuts `rows` into strips of about `STRIP` elements whose borders are multiples of `multiple` rows."""
-    elements = STRIP if device == "cpu" else DEVICE_STRIP
+def strips(rows: int, row_elements: int, row_bytes: int, multiple: int = 1, elements: int = PASSING) -> Iterator[Strip]:
+    """Cuts `rows` into strips of about `elements` elements whose borders are multiples of `multiple` rows; rows without
+    elements make none."""
+    if not row_elements:
+        return
     step = max(1, elements // max(1, row_elements * multiple)) * multiple
     for first in range(0, rows, step):
         count = min(step, rows - first)
@@ -91,6 +94,19 @@ def check_finite(values: Tensor, name: str, where: str, first: int = 0) -> None:
         row = int((~torch.isfinite(rows)).any(1).nonzero()[0]) + first
         kind = "NaN" if bool(torch.isnan(rows).any()) else "infinite values"
         raise InputError(f"tensor '{name}' has {kind}, in row {row}", where, "use a checkpoint from before it diverged")
+
+
+def rounded(rows: Tensor, dtype: torch.dtype, name: str, where: str) -> Tensor:
+    """Finite `rows` of tensor `name` in `dtype`; InputError when that makes one of them infinite."""
+    if rows.dtype == dtype:
+        return rows.contiguous()
+    made = rows.to(dtype)
+    if not bool(torch.isfinite(made).all()):
+        largest = float(rows.abs().max())
+        what = f"'{name}' has the value {largest:g}, which {str(dtype).removeprefix('torch.')} cannot hold"
+        hint = "use a checkpoint from before it diverged" if dtype is torch.bfloat16 else "--dtype bfloat16, or float32"
+        raise InputError(what, where, hint)
+    return made.contiguous()
 
 
 def _finite(values: Tensor) -> bool:

@@ -7,6 +7,7 @@ shows all of them; `require` turns what was found into one error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,10 @@ from .folder import (
     SCALE,
     grid,
     known_extra,
+    links_outside,
     named_files,
     read_config,
     read_entries,
-    side_files,
     tensor_shapes,
     tied_trouble,
     weight_shape,
@@ -84,10 +85,7 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     verdict.tensors, verdict.nbytes = len(entries), sum(entry.nbytes for entry in entries.values())
     unnamed = sorted({p.name for p in folder.glob("*.safetensors")} - {e.file.name for e in entries.values()})
     verdict.problems += [f"{name} is in no entry of the index" for name in unnamed]
-    try:
-        list(side_files(folder))
-    except InputError as error:
-        verdict.problems.append(_line(error))
+    verdict.problems += links_outside(folder)
     if "auto_map" in config:
         verdict.problems.append("config.json: auto_map asks loaders to run code that comes with the weights")
     quantization = config.get("quantization_config")
@@ -219,7 +217,7 @@ def _check_values(entries: dict[str, Entry], quantization: Any, verdict: Verdict
 
     def items() -> Any:
         for entry in sorted(entries.values(), key=lambda e: (e.file.name, e.start)):
-            width = max(1, entry.nbytes // max(1, entry.rows * entry.dtype.itemsize))
+            width = math.prod(entry.row_shape)
             for strip in strips(entry.rows, width, width * entry.dtype.itemsize):
                 yield entry, strip
 

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..ops.reference.moments import join
 from ..train.manifest import check_hashes, read_manifest
 from ..train.shards import DTYPES, ShardFile
-from .folder import HFFolder, open_folder, tensor_shapes
+from .folder import FLOATS, HFFolder, open_folder, tensor_shapes
 from .safefile import Reader
 from .streams import Strip, check_finite, strips
 
@@ -69,6 +69,10 @@ class HFWeights:
             shape_from_hf(self.folder.config, str(path / "config.json"))
         self.path, self.shape = path, self.folder.shape
         self._entries = {name: self.folder.entries[name] for name in tensor_shapes(self.shape)}
+        for name, entry in self._entries.items():
+            if entry.dtype not in FLOATS:
+                what = f"'{name}' has dtype {entry.dtype}, expected bf16, fp16 or fp32"
+                raise InputError(what, str(entry.file), "give the bf16 model instead")
         self.tensors: Layout = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
         self._readers = {file: Reader(file) for file in {entry.file for entry in self._entries.values()}}
 
@@ -97,6 +101,11 @@ def spans(tensors: Layout, names: Iterable[str]) -> Iterator[tuple[str, Strip]]:
         width = math.prod(shape[1:])
         for strip in strips(shape[0], width, width * dtype.itemsize):
             yield name, strip
+
+
+def stored_bytes(tensors: Layout, dtype: torch.dtype | None = None) -> int:
+    """Bytes of all tensors, in `dtype` or as they are stored."""
+    return sum(math.prod(shape) * (dtype or stored).itemsize for stored, shape in tensors.values())
 
 
 def rows_as(weights: Weights, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -78,6 +78,12 @@ def test_a_killed_cast_is_finished_by_the_same_command(run_cli: Cli, tmp_path: P
     [
         (["--force-pow-2-scale", "False"], 2, "no such option: --force-pow-2-scale"),
         (["--block", "128"], 2, "'128' is no block size"),
+        (["--block", "1e9"], 2, "'1e9' is no block size"),
+        (["--block", f"{10**30},128"], 2, "is no block size"),
+        (["--block", "\u0661\u00b2,128"], 2, "is no block size"),
+        (["--block", "1000000000,128"], 2, "1 to 1024 rows and columns, not 1000000000x128"),
+        (["--block", "128,1025"], 2, "1 to 1024 rows and columns, not 128x1025"),
+        (["--block", "0,128"], 2, "1 to 1024 rows and columns, not 0x128"),
         (["--keep", "lm_haed"], 2, "matches no linear layer"),
     ],
 )
@@ -155,6 +161,18 @@ def test_speed_and_memory_of_a_cast(tmp_path: Path) -> None:
     assert nbytes / 1e6 / seconds > 150, f"{nbytes / 1e6 / seconds:.0f} MB/s"
     peak = int(done.stderr.split("PEAK")[1]) * 1024
     assert peak < 0.5 * nbytes, f"{peak / 1e6:.0f} MB for a model of {nbytes / 1e6:.0f} MB"
+
+
+def test_file_names_that_are_no_text(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    odd = os.fsencode(tmp_path / "hf") + b"/\xff.txt"
+    Path(os.fsdecode(odd)).write_text("kept")
+    done = run_cli("cast-fp8", "hf", "--dry-run", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and "\udcff.txt" in json.loads(done.stdout)["side_files"], done.stderr
+    assert run_cli("cast-fp8", "hf", "--device", "cpu", cwd=tmp_path).returncode == 0
+    assert Path(os.fsdecode(odd.replace(b"/hf/", b"/hf-fp8/"))).read_text() == "kept"
+    done = run_cli("cast-fp8", "hf", "x" * 300, cwd=tmp_path)
+    assert done.returncode == 3 and "file name too long" in done.stderr
 
 
 def test_the_folder_one_stands_in(run_cli: Cli, tmp_path: Path) -> None:

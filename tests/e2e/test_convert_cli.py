@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hf_models import write_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 Cli = Callable[..., Any]
@@ -68,15 +69,25 @@ def test_wrong_words(run_cli: Cli, tmp_path: Path) -> None:
 
 def test_megatron_there_and_back(run_cli: Cli, tmp_path: Path) -> None:
     write_model(tmp_path / "hf", vocab=300)
-    done = run_cli("convert", "from-hf", "hf", "mc", "--layout", "megatron", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    numel = sum(tensor.numel() for tensor in load_file(tmp_path / "hf/model.safetensors").values())
+    for layout, itemsize in (("megatron", 2), ("native", 4)):
+        done = run_cli("convert", "from-hf", "hf", "mc", "--layout", layout, "--dry-run", "--json", cwd=tmp_path)
+        said = json.loads(done.stdout)
+        assert (said["written"], said["layout"], said["bytes"]) == (False, layout, itemsize * numel)
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    done = run_cli("convert", "from-hf", "hf", "mc", "--layout", "megatron", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["written"], done.stderr
+    done = run_cli("convert", "to-hf", "mc", "--origin", "hf", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "mc/release-hf" in done.stdout.replace("\n", "") and "nothing was" in done.stdout
+    assert not (tmp_path / "mc/release-hf").exists()
     assert run_cli("convert", "check", "hf", "mc", cwd=tmp_path).returncode == 0
     done = run_cli("convert", "to-hf", "mc", "--origin", "hf", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["out"] == str(tmp_path / "mc/release-hf")
     done = run_cli("convert", "check", "mc/release-hf", "hf", "--json", cwd=tmp_path)
     assert done.returncode == 0 and json.loads(done.stdout)["dtypes"] == []
-    assert (tmp_path / "mc/release-hf/merges.txt").is_file()
+    for name in ("merges.txt", "chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "mc/release-hf" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
     (tmp_path / "old/iter_0000005/mp_rank_00").mkdir(parents=True)
     done = run_cli("convert", "to-hf", "old/iter_0000005", "out", cwd=tmp_path)
     assert done.returncode == 3 and "--ckpt-convert-format torch_dist" in done.stderr

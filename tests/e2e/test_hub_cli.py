@@ -48,7 +48,7 @@ class Hub:
 
             def handle_any(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                path = self.path.split("?")[0]
+                path = self.path.split("?")[0].removeprefix("http://hub.invalid")  # asked as a proxy
                 hub.asked.append((self.command, path, self.headers.get("Authorization", "")))
                 if hub.refuse and self.command == "POST":
                     return self.answer(hub.refuse, b"{}")
@@ -196,6 +196,19 @@ def test_a_hub_id_stands_wherever_a_folder_does(online: Cli, hub: Hub, tmp_path:
     assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
 
 
+def test_hub_ids_where_folders_are_only_read_and_a_proxy(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    proxy = {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": hub.url, "NO_PROXY": ""}
+    done = online("convert", "verify", "some/model", **proxy)
+    assert done.returncode == 0 and "sound, bfloat16" in done.stdout, done.stderr
+    assert online("convert", "from-hf", "hf", "native").returncode == 0
+    done = online("convert", "to-hf", "native", "again", "--origin", "some/model", **proxy)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again/chat_template.jinja").read_text() == "{{ messages }}"
+    assert "base_model: some/model" in (tmp_path / "again/README.md").read_text()
+
+
 def test_a_broken_download_is_continued(online: Cli, hub: Hub, tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
     hub.repos["some/model"] = held(tmp_path / "hf")
@@ -316,6 +329,26 @@ def test_no_such_model_no_hub_and_wrong_ids(online: Cli, hub: Hub, tmp_path: Pat
         assert done.returncode == 3 and "cannot be reached" in done.stderr, done.stderr
     done = online("hub", "push", "hf", "some/model", HF_HUB_OFFLINE="1")
     assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
+
+
+def test_a_token_that_cannot_be_sent_is_not_shown(online: Cli, hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    hub.repos["some/model"] = held(tmp_path / "hf")
+    (tmp_path / "zero").write_bytes(b"hf_s3cr3t\0t0k3n")
+    (tmp_path / "latin").write_bytes(b"hf_s3cr3t\xfft0k3n")
+    zero, latin = ({"HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / name)} for name in ("zero", "latin"))
+    plain = {"HF_TOKEN": "hf_s3cr3t\u00e9t0k3n"}
+    for words, environment in (
+        (("hub", "pull", "some/model", "copy"), plain),
+        (("hub", "push", "hf", "some/model", "--debug"), plain),
+        (("cast-fp8", "some/model"), zero),
+        (("hub", "pull", "some/model", "--debug"), zero),
+        (("hub", "pull", "some/model"), latin),
+    ):
+        done = online(*words, **environment)
+        assert done.returncode == 3 and "has characters that no token has" in done.stderr, done.stderr
+        shown = done.stdout + done.stderr
+        assert "s3cr3t" not in shown and "t0k3n" not in shown, shown
 
 
 def test_the_card_inherits_and_tells_of_the_cast(online: Cli, tmp_path: Path) -> None:

@@ -37,14 +37,27 @@ def test_greedy_tokens_in_float32_are_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-lean"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_of_a_forward_without_a_cache(recipe: str, temperature: float) -> None:
-    made, count, apart = model(recipe, "cuda"), 0, 0.0
+    """Within what the recipe itself changes.
+
+    Other kernels round to other bf16 values, and those round to other FP8 codes here and there: a full step of the
+    format. A wrong position, key or scale changes much more than the recipe does.
+    """
+    made, coarser = model(recipe, "cuda"), model("infir2" if recipe == "bf16" else "bf16", "cuda")
     settings = Sampling(24, temperature, top_p=1.0 if temperature == 0 else 0.9)
+    found, changed = [], []
     for prompt, answer in zip(prompts(), Generator(made, (), 3).generate(prompts(), settings), strict=True):
+        batch = rows_to_batch([torch.tensor([*prompt, *answer.tokens])]).to("cuda")
+        at = torch.tensor(answer.tokens, device="cuda")[:, None]
         with torch.no_grad():
-            batch = rows_to_batch([torch.tensor([*prompt, *answer.tokens])]).to("cuda")
-            logprobs = torch.log_softmax(made.logits(batch)[len(prompt) - 1 :], -1)
-        expected = logprobs.gather(1, torch.tensor(answer.tokens, device="cuda")[:, None])[:, 0].tolist()
-        assert answer.logprobs == pytest.approx(expected, abs=0.3)
-        apart += sum(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True))
-        count += len(expected)
-    assert count == 120 and apart / count < 0.03
+            same, other = (
+                torch.log_softmax(m.logits(batch)[len(prompt) - 1 :], -1).gather(1, at)[:, 0] for m in (made, coarser)
+            )
+        found.append((torch.tensor(answer.logprobs, device="cuda") - same).abs())
+        changed.append((other - same).abs())
+    apart, recipe_changes = torch.cat(found), torch.cat(changed)
+    print(
+        f"{recipe}: mean {apart.mean():.4f}, largest {apart.max():.4f}; the recipe changes {recipe_changes.mean():.4f}"
+    )
+    assert len(apart) == 120
+    assert apart.mean() < (0.3 if recipe == "bf16" else 1.0) * recipe_changes.mean()
+    assert apart.max() < 8 * recipe_changes.mean()

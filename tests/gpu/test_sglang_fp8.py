@@ -31,7 +31,9 @@ pytestmark = pytest.mark.gpu
 PYTHON, MODEL = os.environ.get("INFIR2_SGLANG_PYTHON", ""), os.environ.get("INFIR2_SGLANG_MODEL", "")
 OPTIONS = (
     "--dtype bfloat16 --attention-backend triton --sampling-backend pytorch --grammar-backend none "
-    "--fp8-gemm-backend triton --disable-cuda-graph --mem-fraction-static 0.3 --skip-server-warmup"
+    "--fp8-gemm-backend triton --disable-cuda-graph --mem-fraction-static 0.3 --skip-server-warmup "
+    # Short chunks, cut elsewhere in a batch than alone: whole prompts give the same bits at every batch size.
+    "--chunked-prefill-size 96"
 ).split()
 READY_S = 600.0
 
@@ -96,9 +98,10 @@ def reference(
     load_hf(model, folder)
     with torch.no_grad():
         logits = [model.logits(rows_to_batch([torch.tensor(row)]).to("cuda")) for row in rows]
-    scores = torch.cat(logits).log_softmax(-1).cpu()
+    # The server multiplies by the head in bf16 and takes its softmax of what that leaves.
+    scores = torch.cat(logits).bfloat16().float().log_softmax(-1).cpu()
     targets = torch.cat([torch.tensor(row[1:]) for row in rows])
-    best = scores.topk(2)
+    best = torch.cat(logits).log_softmax(-1).cpu().topk(2)
     return scores.gather(1, targets[:, None])[:, 0], best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
@@ -127,4 +130,4 @@ def test_served_log_probabilities_are_those_of_our_forward(tmp_path: Path, rule:
     _, best, gap = found[used]
     assert torch.equal(chosen[gap > 0.1], best[gap > 0.1])
     assert deltas[used] <= 0.05
-    assert deltas[used] <= 2 * max(noise, 5e-4)  # a server may be exactly repeatable over batch sizes
+    assert deltas[used] <= 2 * noise

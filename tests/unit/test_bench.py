@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from infir2_core.bench import baseline, compare, story, tune
 from infir2_core.bench.arm import ArmSpec, ArmTimes, measure, text_tokens
+from infir2_core.bench.child import Child
 from infir2_core.bench.profile import group_of, summarise
 from infir2_core.config.presets import load_preset
 from infir2_core.errors import InputError, MachineError
@@ -26,11 +28,17 @@ def fake(found: dict[str, list[ArmTimes]], monkeypatch: pytest.MonkeyPatch) -> l
     """Hands out prepared results instead of starting processes; returns the order in which arms ran."""
     order: list[str] = []
 
-    def process(module: str, spec: ArmSpec) -> ArmTimes:
-        order.append(spec.recipe)
-        return found[spec.recipe][order.count(spec.recipe) - 1]
+    class Fake:
+        def __init__(self, module: str, spec: ArmSpec) -> None:
+            self.recipe = spec.recipe
 
-    monkeypatch.setattr(compare, "_process", process)
+        def tell(self) -> None:
+            order.append(self.recipe)
+
+        def result(self) -> ArmTimes:
+            return found[self.recipe][order.count(self.recipe) - 1]
+
+    monkeypatch.setattr(compare, "Child", Fake)
     return order
 
 
@@ -59,8 +67,49 @@ def test_an_arm_that_does_not_fit_is_a_row_and_not_the_end(monkeypatch: pytest.M
 
 
 def test_a_process_that_dies_is_told_with_its_last_words() -> None:
-    failed = compare._process(compare.OURS, ArmSpec("huge", "bf16", 8, 1, device="cpu")).failed
+    child = Child(compare.OURS, ArmSpec("huge", "bf16", 8, 1, device="cpu"))
+    child.tell()
+    failed = child.result().failed
     assert "ended with 1" in failed and "no preset for size 'huge'" in failed
+
+
+def test_the_next_arm_gets_ready_while_one_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card; and what is ready for an arm that failed meanwhile, or that an error leaves over, is ended."""
+    happened: list[str] = []
+
+    class Recorded:
+        def __init__(self, module: str, spec: ArmSpec) -> None:
+            self.recipe = spec.recipe
+            happened.append(f"start {spec.recipe}")
+
+        def tell(self) -> None:
+            happened.append(f"tell {self.recipe}")
+
+        def result(self) -> ArmTimes:
+            happened.append(f"result {self.recipe}")
+            if happened.count("result bf16") == 2:
+                raise KeyboardInterrupt
+            return ArmTimes(failed="does not fit") if self.recipe == "infir2" else times(1)
+
+        def end(self) -> None:
+            happened.append(f"end {self.recipe}")
+
+    monkeypatch.setattr(compare, "Child", Recorded)
+    on_card = dataclasses.replace(SPEC, device="cuda:0")
+    with pytest.raises(KeyboardInterrupt):
+        compare.run(compare.arms(on_card, ["infir2"], peer=False), turns=2)
+    assert happened == [
+        "start bf16", "tell bf16", "start infir2", "result bf16", "tell infir2", "start bf16", "result infir2",
+        "tell bf16", "start infir2", "result bf16", "end bf16", "end infir2",
+    ]  # fmt: skip
+
+
+def test_a_child_ends_when_nobody_is_left_to_tell_it() -> None:
+    child = Child(compare.OURS, dataclasses.replace(SPEC, device="cpu"))
+    assert child._process.stdin is not None
+    child._process.stdin.close()
+    assert child._process.wait(60) == 0
+    child.end()
 
 
 def test_recipes_are_checked_before_anything_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,31 @@ def test_float32_scales_equal_transformers_quantiser(tmp_path: Path) -> None:
         codes, theirs_codes = written[name].view(torch.uint8), theirs[name].view(torch.uint8)
         assert torch.equal(codes[same], theirs_codes[same]), name
         assert same.any() and (codes.int() - theirs_codes.int()).abs().max() <= 1  # elsewhere, a rounding may tip
+
+
+@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "edge blocks"])
+def test_float32_scales_equal_llm_compressors_fp8_block(tmp_path: Path, sizes: dict[str, int]) -> None:
+    """It computes scales in the dtype of the weights, so it gets the same values in float32."""
+    compressor = pytest.importorskip("llmcompressor", reason="needs an environment with llmcompressor in it")
+    quantization = pytest.importorskip("llmcompressor.modifiers.quantization")
+    write_model(tmp_path / "hf", sizes=sizes)
+    make(tmp_path / "hf", tmp_path / "fp8")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    scheme = quantization.QuantizationModifier(targets="Linear", scheme="FP8_BLOCK", ignore=["lm_head"])
+    compressor.oneshot(model=model, recipe=scheme)
+    model.save_pretrained(tmp_path / "theirs", save_compressed=True)
+    written, theirs = tensors(tmp_path / "fp8"), tensors(tmp_path / "theirs")
+    names = [name for name, tensor in theirs.items() if tensor.dtype == FP8]
+    assert sorted(names) == sorted(name for name, tensor in written.items() if tensor.dtype == FP8)
+    for name in names:
+        scale, expected = written[name + "_scale_inv"], theirs[name + "_scale"]
+        assert expected.dtype == torch.float32
+        assert (scale.view(torch.int32) - expected.view(torch.int32)).abs().max() <= 1
+        rows, columns = written[name].shape
+        same = (scale == expected).repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        codes, theirs_codes = written[name].view(torch.uint8).int(), theirs[name].view(torch.uint8).int()
+        assert torch.equal(codes[same], theirs_codes[same]), name
+        assert same.any() and (codes - theirs_codes).abs().max() <= 1  # elsewhere, a rounding may tip
 
 
 @pytest.mark.parametrize("pow2", [True, False])
@@ -313,6 +339,18 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "recipe":
         text = load_recipe("infir2").to_json().replace('"pow2"', '"fp32"', 1)
         (folder / "recipe.json").write_text(text)
+    elif kind == "recipe list":
+        (folder / "recipe.json").write_text("[]")
+    elif kind == "too large for bf16":
+        held["model.layers.0.mlp.up_proj.weight"] = torch.full((384, 256), 3.4028e38)
+        save_file(held, file, metadata={"format": "pt"})
+    elif kind == "endless config":
+        edit_config(folder, num_hidden_layers=10**8)
+    elif kind == "half a character":
+        edit_config(folder, comment="\ud800")
+    elif kind == "pipe":
+        (folder / "config.json").unlink()
+        os.mkfifo(folder / "config.json")
 
 
 BAD = {
@@ -333,6 +371,11 @@ BAD = {
     "quantised": "the model is quantised already (awq)",
     "no config": "it has no config.json",
     "recipe": "the stored recipe was changed by hand",
+    "recipe list": "the recipe is not an object",
+    "too large for bf16": "has the value 3.4028e+38, which bfloat16 cannot hold",
+    "endless config": "layers: Input should be less than or equal to 8192 (got 100000000)",
+    "half a character": "config.json cannot be read",
+    "pipe": "config.json is no file",
 }
 
 
@@ -363,6 +406,18 @@ def test_the_output_may_not_exist_nor_cover_the_source(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="over the source"):
         make(tmp_path / "link", tmp_path / "hf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "link", "there"]
+
+
+def test_what_is_in_the_way_of_an_output(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="exists already"):
+        make(tmp_path / "hf", tmp_path / "loop")
+    journal = tmp_path / "fp8.partial/.infir2"
+    journal.mkdir(parents=True)
+    (journal / "plan.json").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="an unfinished output of other settings"):
+        make(tmp_path / "hf", tmp_path / "fp8")
 
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import edit_config, write_model
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from test_engine import engine
 from test_model import SHAPES, rows
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from infir2_core.config.runfile import write_config
 from infir2_core.config.schema import ModelShape, RunConfig, Source
-from infir2_core.convert.card import Facts, card_text, hub_name
+from infir2_core.convert.card import Facts, card_text, folder_card, hub_name
 from infir2_core.convert.compare import compare
 from infir2_core.convert.export import Beside, export_hf
 from infir2_core.convert.native_in import surroundings
@@ -207,6 +208,34 @@ def test_the_name_of_a_folder_of_the_hub_cache(tmp_path: Path) -> None:
     assert hub_name(tmp_path / "models--Qwen--Qwen2.5-7B/snapshots/0a1b") == "Qwen/Qwen2.5-7B"
     assert hub_name(tmp_path / "Qwen2.5-7B") == ""
     assert "base_model" not in card_text(Facts("x", 1, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        b"license: [unclosed", b"- a", b"x: !!python/object/apply:os.system ['true']", b"eval_results: x", b"\xff\xfe",
+    ],
+)  # fmt: skip
+def test_a_damaged_card_is_named_and_no_reason_to_refuse_weights(tmp_path: Path, front: bytes) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "hf/README.md").write_bytes(b"---\n" + front + b"\n---\n# x\n")
+    with pytest.raises(InputError, match="the card cannot be read") as caught:
+        folder_card(tmp_path / "hf")
+    assert caught.value.where == str(tmp_path / "hf/README.md")
+    assert "license" not in card_text(Facts("x", 1, "bfloat16", origin=tmp_path / "hf"))
+
+
+def test_odd_tags_of_a_card_are_left_out(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "hf/README.md").write_text("---\ntags: [1, null, mine]\nlicense: mit\n---\n# x\n")
+    front = ModelCard(folder_card(tmp_path / "hf")).data.to_dict()
+    assert front["tags"] == ["infir2", "mine"] and front["license"] == "mit"
+
+
+def test_other_dtypes_are_refused_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1, dtype=torch.float64)
+    with pytest.raises(InputError, match="'model.embed_tokens.weight' has dtype torch.float64, expected bf16"):
+        HFWeights(tmp_path / "hf")
 
 
 def test_comparing_names_the_first_difference(tmp_path: Path) -> None:

@@ -326,6 +326,18 @@ def test_damage_is_named_and_leaves_nothing(made: Path, tmp_path: Path) -> None:
     refuses("the pickle cannot be read")
     (copied(made, tmp_path) / "latest_checkpointed_iteration.txt").write_text("99")
     refuses("says '99'")
+    for text in (b"\xff9", "\u00b2".encode(), b"9" * 5000):
+        (copied(made, tmp_path) / "latest_checkpointed_iteration.txt").write_bytes(text)
+        refuses("and there is no such folder")
+    name = b"decoder.layers.mlp.linear_fc2.weight"
+    file = copied(made, tmp_path) / "iter_0000007/.metadata"
+    file.write_bytes(file.read_bytes().replace(name, name.replace(b"fc2", b"fc3")))
+    refuses("has no weight 'decoder.layers.mlp.linear_fc2.weight'")
+    name = b"common/data.pkl"  # as the central directory of the archive calls it
+    for change in (b"common/data\xffpkl", b"common/data.pkx"):
+        file = copied(made, tmp_path) / "iter_0000007/common.pt"
+        file.write_bytes(file.read_bytes().replace(name, change, 1))
+        refuses("no archive of torch.save at byte 0")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from infir2_cli.commands.init import imported_text
 from infir2_core.config.presets import load_preset
 from infir2_core.config.project import load_project
 from infir2_core.convert.megatron.project import Imported, from_checkpoint, from_script
-from infir2_core.convert.megatron.scripts import read_script
+from infir2_core.convert.megatron.scripts import _flags, read_script
 from infir2_core.convert.megatron.write import export_megatron
 from infir2_core.convert.weights import HFWeights
 from infir2_core.errors import InputError
@@ -185,6 +188,12 @@ def test_bf16_scripts_get_the_recipe_without_fp8(tmp_path: Path) -> None:
         ("torchrun pretrain_gpt.py --lr 1e-4\n", "nothing says which model"),
         ("torchrun pretrain_gpt.py --num-layers 5 --hidden-size 6 --ffn-hidden-size 7\n", "fits none of the sizes"),
         ('A="unclosed\ntorchrun pretrain_gpt.py\n', "cannot be read: No closing quotation"),
+        (
+            'A=("a b")\n' + 'A+=("${A[@]}")\n' * 60 + "torchrun pretrain_gpt.py --x $A\n",
+            "more than 1,048,576 characters",
+        ),
+        ("A=0123456789\n" + "A=$A$A\n" * 60 + "torchrun pretrain_gpt.py --x $A\n", "more than 1,048,576 characters"),
+        (f"f() {{ {'f; ' * 200}}}\nf\ntorchrun pretrain_gpt.py --x\n", "more than 100,000 statements"),
     ],
 )
 def test_scripts_that_say_too_little(tmp_path: Path, text: str, words: str) -> None:
@@ -209,13 +218,6 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ('A=(--x "2 3" --y "$B")\npython train.py "${A[@]}" "${NONE[@]}" --z 4', {"x": ["2 3"], "y": [""], "z": ["4"]}),
-        ("A=(--x 1)\nA+=(--y '$B')\npython train.py \"${A[@]}\"", {"x": ["1"], "y": ["$B"]}),
-        ('A=(--x 1)\nA=5\npython train.py --y "${A[@]}" --z ${A}', {"y": ["5"], "z": ["5"]}),
-        (
-            'A=\'say "b c" \\d\'\npython train.py --x "$A" --y ${A:-e}',
-            {"x": ['say "b c" \\d'], "y": ["say", '"b', 'c"', "\\d"]},
-        ),
         ("A=1 B=2 torchrun train.py --x 5", {"x": ["5"]}),
         ("export NCCL=1; env A=1 python3 /code/train.py --x 5", {"x": ["5"]}),
         ("python train.py --x 5 2>&1 | tee log.txt", {"x": ["5"]}),
@@ -232,10 +234,156 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
         ('A="$(echo "b c" | wc)"; python train.py --x "$A" --y 6', {"x": ["$(echo b c | wc)"], "y": ["6"]}),
         ("if true; then python train.py --x 5; fi", {"x": ["5"]}),
         ("for i in 1 2; do echo $i; done > log\npython train.py --x 5", {"x": ["5"]}),
+        ("if python train.py --x 5; then echo --y 6; fi", {"x": ["5"]}),
+        ("A=1\nif test a; then A=2; python train.py --x $A; else A=3; fi", {"x": ["2"]}),
+        ("A=1\nif test a; then A=2\nelif test b\nthen python train.py --x $A; fi", {"x": ["1"]}),
+        ("A=1\nif a; then B=2; if b; then A=3; fi; python train.py --x $A --y $B; fi", {"x": ["1"], "y": ["2"]}),
+        ("A=1\nif a; then A=2; fi; python train.py --x $A", {"x": ["1"]}),
+        ("case $1 in\n a | b) A=1 ;;\n 'c d') A=2\n python train.py --x $A;;\n (*) A=3 ;; esac", {"x": ["2"]}),
+        ('case "$X" in --lr=*) A=1;; *) python train.py --x "$A";; esac', {"x": [""]}),
+        ("for A in 1 2; do B=7; python train.py --x $A --y $B; done", {"x": ["${A}"], "y": ["7"]}),
+        ("while read -r A; do python train.py --x $A; done < list", {"x": ["${A}"]}),
+        ("( cd /code # there\n A=4\n python train.py --x $A --y 6 ) > log\necho --z", {"x": ["4"], "y": ["6"]}),
+        ("run() {\n python train.py --x $A\n}\nA=5\nrun", {"x": ["5"]}),
+        (
+            "run ()\n{\n if a; then { B=6; }; fi\n A=4; }\nA=5; B=3; run; python train.py --x $A --y $B",
+            {"x": ["4"], "y": ["3"]},
+        ),
+        ("f() { g; }; g() ( python train.py --x $1 )\nunused() { python train.py --y 7; }\nf 3", {"x": ["$1"]}),
+        ("f() { f; python train.py --x 5; }; f", {"x": ["5"]}),
+        ("function run { python train.py --x $A; }\nA=5\nrun", {"x": ["5"]}),
+        ("bash -c 'cd /code && python train.py --x 5 | tee log'", {"x": ["5"]}),
+        (
+            "A=$((-7 / 2))\npython train.py --x $A --y $((-7 % 3)) --z $((7 - 8 * 2))",
+            {"x": ["-3"], "y": ["-1"], "z": ["-9"]},
+        ),
+        ("A=$((9223372036854775807 + 1))\npython train.py --x=$A", {"x": ["-9223372036854775808"]}),
+        ('A=5; CMD="python train.py --x $A"; eval "$CMD"', {"x": ["5"]}),
+        ("echo python train.py --x 4; pkill -f train.py; python train.py --x 5", {"x": ["5"]}),
     ],
 )
 def test_what_belongs_to_the_command(tmp_path: Path, command: str, expected: dict[str, list[str]]) -> None:
     assert read_script(write(tmp_path, command + "\n")).flags == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'A=(--x "2 3" --y "$B")\npython train.py "${A[@]}" "${NONE[@]}" --z 4',
+        "A=(--x 1)\nA+=(--y '$B' 'it\"s' \"don't\")\npython train.py \"${A[@]}\"",
+        'A=()\npython train.py --x "${A[@]}" --y 1 "${A[@]}"',
+        'A=(1 2)\nB=("${A[@]}" 3)\nA=("x y" "${B[@]}")\npython train.py --x "${A[@]}" --y ${B[@]}',
+        'A=5\npython train.py --y "${A[@]}" --z ${A}',
+        'A=\'say "b c" \\d\'\npython train.py --x "$A" --y ${A} --z "${B:-$A}"',
+        'A="{\\"k\\": \\"v w\\"}"\npython train.py --x="${A}" --y "1 $A"',
+    ],
+)
+def test_arrays_and_quotes_inside_of_values_are_as_in_bash(tmp_path: Path, text: str) -> None:
+    shown = subprocess.run(
+        ["bash", "-c", f"python() {{ shift; printf '%s\\0' \"$@\"; }}\n{text}"], capture_output=True, check=True
+    )
+    assert read_script(write(tmp_path, text + "\n")).flags == _flags(shown.stdout.decode().split("\0")[:-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cat > hosts <<EOF\npython train.py --x 4 don't\nA=9\nEOF\npython train.py --x $A", {"x": ["5"]}),
+        ("cat <<'END' | tee log\nif then \"\nEND\npython train.py --x $A", {"x": ["5"]}),
+        ("cat <<-E\n\tA=9 (\n\tE\npython train.py --x $A", {"x": ["5"]}),
+        ("cat <<A1 <<B1 >log\nA=8\nA1\nA=9 '\nB1\npython train.py --x $A", {"x": ["5"]}),
+        ("T=$(cat <<E\ndon't )\nE\n)\npython train.py --x $A", {"x": ["5"]}),
+        ("B=$((1 << 3)); python train.py --x $A # <<E\nA=9", {"x": ["5"]}),
+        ("python - <<E\nimport train.py\nE\npython train.py --x $A <<<here", {"x": ["5"]}),
+        ("bash <<E\ncd /code\npython train.py --x $A --y \\$B\nE\n", {"x": ["5"], "y": []}),
+        ("sbatch <<'E'\n#SBATCH -N 2\nA=6; B=7\nsrun python train.py --x $A --y $B\nE\n", {"x": ["6"], "y": ["7"]}),
+        ("sbatch <<E\nB=7\npython train.py --x $A --y \\$B \\\\\n --z 1\nE\n", {"x": ["5"], "y": ["7"], "z": ["1"]}),
+        ("cat <<E | ssh host bash -s\npython train.py --x $A\nE\n", {"x": ["5"]}),
+        ("cat <<E \\\n | bash\npython train.py --x $A\nE\n", {"x": ["5"]}),
+        ("( bash <<E\npython train.py --x $A 'a'\nE\n)\n", {"x": ["5", "a"]}),
+        ("if a; then A=6; srun bash <<E\npython train.py --x $A\nE\nfi", {"x": ["6"]}),
+        ("python train.py --x $A <<E\nnever closed '", {"x": ["5"]}),
+    ],
+)  # fmt: skip
+def test_here_documents(tmp_path: Path, text: str, expected: dict[str, list[str]]) -> None:
+    """Text, unless a shell reads them; then the outer variables are put in where the delimiter is not quoted. Bash
+    itself is asked too, with commands that only show what they were given."""
+    script = write(tmp_path, f"A=5\n{text}\n")
+    assert read_script(script).flags == expected
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    shown = 'for word; do printf "%s\\n" "$word" >> "$SHOWN"; done; cat > "$SHOWN.input"'
+    commands = {"python": shown, "sbatch": "exec bash", "ssh": "exec bash", "srun": 'exec "$@"', "a": "exit 0"}
+    for name, body in commands.items():
+        (stubs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (stubs / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}", "SHOWN": str(tmp_path / "shown")}
+    subprocess.run(["bash", script], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
+    words = (tmp_path / "shown").read_text().split("\n")[:-1]
+    starts = [i for i, word in enumerate(words) if word == "train.py"]
+    assert _flags(words[starts[-1] + 1 :]) == expected
+
+
+def test_lines_are_counted_through_here_documents(tmp_path: Path) -> None:
+    head = "A=1\ncat <<E\none\ntwo\nE\nif a; then B=2; fi\n"
+    text = f"{head}sh <<'E'\n\npython train.py --x 5\nE\n(\n\nC='\n'\n)\n[ c ] && D=4\n"
+    script = read_script(write(tmp_path, text))
+    assert [launch.where for launch in script.launches] == ["launch.sh:9"]
+    assert script.conditional == ["launch.sh:6 B=2", "launch.sh:16 D=4"]
+
+
+def test_a_here_document_that_no_shell_reads_is_pointed_at(tmp_path: Path) -> None:
+    script = write(tmp_path, "cat > job.sh <<E\npython train.py --x 5\nE\nsbatch job.sh\n")
+    with pytest.raises(InputError, match="starts none of") as caught:
+        read_script(script)
+    assert "here-document at launch.sh:2" in caught.value.hint
+
+
+def branches(common: str, one: str, other: str) -> str:
+    """A script of continual pre-training that is launched in both branches of an `if`."""
+    head, _, tail = cpt_script("1.5b", False).partition("torchrun ")
+    first, second = (f"torchrun {tail}".replace("--save", f"{common} {flags} --save").strip() for flags in (one, other))
+    return f"{head}if [ -n $DECAY ]; then\n{first}\nelse\n{second}\nfi\n"
+
+
+def test_launches_in_both_branches_are_taken_where_they_agree(tmp_path: Path) -> None:
+    imported = from_script(write(tmp_path, branches("--lr 3e-4", "--seed 5 --eval-iters 7", "--seed 6")))
+    assert (imported.size, imported.cpt) == ("1.5b", {"lr": 3e-4})
+    assert imported.left["seed"] == "the launches differ in it (5; 6)"
+    assert imported.left["eval_iters"] == "the launches differ in it (7; 10)"
+    assert any("is started at launch.sh:3" in note and "agree" in note for note in imported.notes)
+    same = from_script(write(tmp_path, branches("--lr 3e-4", "", "")))
+    assert same.cpt == {"lr": 3e-4} and not any("differ" in reason for reason in same.left.values())
+
+
+def test_launches_that_differ_in_the_scales_or_in_the_program(tmp_path: Path) -> None:
+    text = branches("", "", "").replace("else\ntorchrun", "else\nNVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 torchrun")
+    imported = from_script(write(tmp_path, text))
+    assert imported.cpt == {} and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in imported.left["fp8"]
+    with pytest.raises(InputError, match=r"pretrain_gpt.py \(launch.sh:\d+\), train.py \(launch.sh:\d+\)"):
+        from_script(write(tmp_path, cpt_script("1.5b", False) + "python train.py --x 1\n"))
+
+
+def test_what_the_branch_of_the_launch_assigns_is_taken(tmp_path: Path) -> None:
+    head, _, tail = cpt_script("7b", True).partition("torchrun ")
+    head += 'if [ "$RANK" = 0 ]; then\nSEQ=9\nfi\nif x; then\n  TRAIN+=" --lr 5e-5"\n'
+    text = f"{head}  torchrun {tail}\nelse\n  FP8=\nfi\n"
+    imported = from_script(write(tmp_path, text))
+    assert (imported.size, imported.cpt) == ("7b", {"lr": 5e-5})
+    listed = next(note for note in imported.notes if "not carried over" in note)
+    assert "SEQ=9" in listed and "FP8=" in listed and "TRAIN" not in listed
+    assert any("depends on a condition" in note for note in imported.notes)
+
+
+def test_a_model_that_depends_on_a_condition_is_pointed_at(tmp_path: Path) -> None:
+    text = (
+        cpt_script("7b", False)
+        .replace("\nMODEL=", "\nif big; then\nMODEL=")
+        .replace('\n"\nPARALLEL', '\n"\nfi\nPARALLEL')
+    )
+    with pytest.raises(InputError, match="nothing says which model") as caught:
+        from_script(write(tmp_path, text))
+    assert re.match(r"assign launch.sh:\d+ MODEL without a condition", caught.value.hint)
 
 
 def test_the_environment_of_the_command_counts(tmp_path: Path) -> None:

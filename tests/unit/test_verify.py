@@ -164,6 +164,19 @@ def test_index_entries(folders: Path, tmp_path: Path, entry: object) -> None:
     assert f"'model.norm.weight' is in {home}, the index names it" in verify(folder).problems[0]
 
 
+def test_tensors_without_elements_are_no_work(folders: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(folders / "one", tmp_path / "broken"))
+    file = folder / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    header["none"] = {"dtype": "BF16", "shape": [10**30, 0], "data_offsets": [0, 0]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
+    assert verify(folder).problems == ["tensor 'none' has no place in this model"]
+
+
 def test_links_of_the_hub_cache_are_followed_and_others_are_not(folders: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/1234"
     blobs.mkdir(parents=True)
@@ -176,6 +189,22 @@ def test_links_of_the_hub_cache_are_followed_and_others_are_not(folders: Path, t
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     assert "a link that leaves the folder" in verify(snapshot).problems[0]
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", ".hidden", "extra/x.gguf", "notes.md", "deeper"])
+def test_no_link_of_any_name_leaves_the_folder(folders: Path, tmp_path: Path, name: str) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(folders / "one-fp8", tmp_path / "fp8"))
+    link = folder / name
+    link.symlink_to(folder / "config.json")
+    assert verify(folder).problems == []
+    for target, words in ((tmp_path, "that leaves the folder"), (link, "leads nowhere"), ("gone", "leads nowhere")):
+        link.unlink()
+        link.symlink_to(target)
+        assert verify(folder).problems[0].startswith(f"{name} is a link "), target
+        with pytest.raises(InputError, match=words):
+            require(folder, values=False)
 
 
 def test_a_folder_that_is_not_there() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,10 @@ class _Window(io.RawIOBase):
         super().close()
 
 
+# What zipfile raises on damaged archives; RuntimeError where one claims to be encrypted.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, EOFError, RuntimeError, UnicodeDecodeError)
+
+
 class Archive:
     """One torch.save archive at [offset, offset + length) of a file.
 
@@ -95,7 +100,7 @@ class Archive:
                 data = archive.read(self._members["data.pkl"])
         except OSError as error:
             raise InputError(f"the file cannot be read: {error.strerror}", str(path)) from error
-        except (zipfile.BadZipFile, KeyError, EOFError, struct.error, NotImplementedError) as error:
+        except _DAMAGE as error:
             hint = "copy the checkpoint again; archives of torch before 1.6 are not read"
             raise InputError(f"no archive of torch.save at byte {offset}: {error}", str(path), hint) from error
         if order.strip() != b"little":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import threading
 from collections import Counter
@@ -62,10 +63,11 @@ def find_iteration(folder: Path, where: str) -> Path:
     if (folder / METADATA).is_file():
         return folder
     if (folder / TRACKER).is_file():
-        text = (folder / TRACKER).read_text(encoding="utf-8").strip()
-        name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ""
+        text = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        number = re.fullmatch(r"[0-9]{1,18}", text)
+        name = "release" if text == "release" else f"iter_{int(text):07d}" if number else ""
         if not name or not (folder / name).is_dir():
-            raise InputError(f"{TRACKER} says '{text}', and there is no such folder", str(folder))
+            raise InputError(f"{TRACKER} says '{text[:40]}', and there is no such folder", str(folder))
         folder = folder / name
         if (folder / METADATA).is_file():
             return folder

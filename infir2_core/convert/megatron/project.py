@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +36,10 @@ from .carried import (
     WORDS_RL,
 )
 from .dist import DistCheckpoint, find_iteration
-from .scripts import UNREAD, read_script
+from .scripts import Script, read_script
+from .shell import UNREAD
+
+SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # environment variable of TransformerEngine
 
 
 @dataclass
@@ -76,25 +79,41 @@ def from_script(path: Path) -> Imported:
         if not Path(name).is_file():
             size = next((p.size for p in list_presets() if f"qwen2.5-{p.size}.sh" == Path(name).name.lower()), "")
             values.setdefault("_size", size)
-    fp32 = script.variables.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
+    scales = {launch.variables.get(SCALES) == "1" for launch in script.launches}
     given = set(values)
     defaults = {"cpt": DEFAULTS, "rl": DEFAULTS_RL}.get(stage, {})
     values = {name: _value([text]) for name, text in defaults.items()} | values
-    unread = {
-        {"fp8_format": "fp8"}.get(name, name): f"its value is known only when the script runs ({' '.join(words)})"
-        for name, words in script.flags.items()
-        if any(map(UNREAD.search, words))
-    }
+    unread = _unread(script)
+    if len(scales) > 1:
+        unread["fp8"] = f"the launches differ in {SCALES}"
     values = {name: value for name, value in values.items() if name not in unread}
-    imported = _import(values, str(path), stage, fp32, given - set(unread), unread)
+    imported = _import(values, str(path), stage, True in scales, given - set(unread), unread, script.conditional)
+    places = ", ".join(launch.where for launch in script.launches)
+    if len(script.launches) > 1:
+        imported.notes.append(f"{script.program} is started at {places}: what these agree in is taken")
+    elif script.launches[0].conditional:
+        imported.notes.append(f"whether {script.program} is started at {places} depends on a condition or a loop")
     if script.conditional:
         listed = ", ".join(script.conditional)
         imported.notes.append(f"not carried over, as they depend on a condition or a loop: {listed}")
     missing = [name for name in script.sourced if not Path(name).is_file()]
     imported.notes += [f"{name}, which the script reads in, is not there" for name in missing]
-    if script.garbled:
+    if any(launch.garbled for launch in script.launches):
         imported.notes.append("--runtime-env-json is no JSON as the script has it: the environment in it is not read")
     return imported
+
+
+def _unread(script: Script) -> dict[str, str]:
+    """Flags whose values a script leaves open, with the reason."""
+    found = {
+        name: f"its value is known only when the script runs ({' '.join(values)})"
+        for name, values in script.flags.items()
+        if any(map(UNREAD.search, values))
+    }
+    for name, choices in script.differing.items():
+        shown = (("absent" if values is None else " ".join(values) or "given") for values in choices)
+        found[name] = f"the launches differ in it ({'; '.join(dict.fromkeys(shown))})"
+    return {{"fp8_format": "fp8"}.get(name, name): reason for name, reason in found.items()}
 
 
 def from_checkpoint(folder: Path) -> Imported:
@@ -136,9 +155,10 @@ def _import(
     fp32: bool,
     given: set[str],
     unread: Mapping[str, str] = MappingProxyType({}),
+    conditional: Sequence[str] = (),
 ) -> Imported:
     found = Imported(origin, stage, left=dict(unread))
-    found.size = values.pop("_size", "") or _size(values, origin)
+    found.size = values.pop("_size", "") or _size(values, origin, conditional)
     preset = load_preset(found.size)
     taken = set(SHAPE) | {"_size"}
     taken |= {name for name, allowed in IMPLIED.items() if name in values and values[name] in allowed}
@@ -166,10 +186,12 @@ def _import(
     return found
 
 
-def _size(values: dict[str, Any], origin: str) -> str:
+def _size(values: dict[str, Any], origin: str, conditional: Sequence[str]) -> str:
     shape = {ours: values[theirs] for theirs, ours in SHAPE.items() if theirs in values}
     if len(shape) < 3:
         hint = "infir2 init --size SIZE writes a project file to fill in"
+        if place := next((text.split("=")[0] for text in conditional if "--hidden-size" in text), ""):
+            hint = f"assign {place} without a condition in a copy of the script, or: {hint}"
         raise InputError("nothing says which model this trains (num-layers, hidden-size ...)", origin, hint)
     for preset in list_presets():
         if all(getattr(preset.model, name) == value for name, value in shape.items()):

@@ -1,40 +1,66 @@
 """Launch scripts of Megatron-LM and slime, read without running anything.
 
-A shell script is taken apart into assignments and the command that starts `pretrain_gpt.py`, `train.py` or
-`train_async.py`; variables, arrays and integer arithmetic are put in, and what follows the program is its flags.
-Command substitutions and loops are not run: what depends on them is reported as it stands in the script, and so are
-assignments that depend on a condition.
+A shell script is followed from its assignments to the commands that start `pretrain_gpt.py`, `train.py` or
+`train_async.py`; what follows the program is its flags. The branch of an `if` or `case` that a launch stands in is
+taken as it stands; what other branches and loops assign is not made but reported. Where several launches differ in a
+flag, neither value is taken. Here-documents are text, unless a shell reads them.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import operator
+import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...config.toml import read_text
 from ...errors import InputError
+from .shell import Document, Statement, split, statements, words
 
 PROGRAMS = ("pretrain_gpt.py", "train.py", "train_async.py")
+_SHELLS = ("bash", "sh", "dash", "zsh", "ksh", "sbatch", "ssh")  # what runs a script that it reads
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "local", "readonly", "declare", "typeset")
 _OPENING, _CLOSING = ("if", "while", "until", "for", "case", "select"), ("fi", "done", "esac")
-_LEADING = ("then", "else", "elif", "do", "if", "while", "until", "!", "{", "time")
-_REDIRECTION = re.compile(r"(?:&>>?|<<<|<<-?|<>|>>|>&|>\||<&|>|<)[ \t]*")
-_SEPARATOR = re.compile(r"&&|\|\||\|&|[\n;|&]")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_BRACED = re.compile(r"(\w+)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
-UNREAD = re.compile(r"\$[({\d]|`")  # in a value: what only running the script would tell
-_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+_LEADING = ("then", "else", "elif", "do", "!", "{", "time")
+_FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(?=[{(]|$)")
+_GROUP = re.compile(r"(?:(?:then|else|do|!|time)\s+)*\{(?:\s|$)")
+_CASE = re.compile(r"case\s.*?\sin(?:\s+|$)", re.DOTALL)
+_PATTERN = re.compile(r"\(?(?:[^()\"']|\"[^\"]*\"|'[^']*')*\)\s*")
+_DEPTH = 4  # of files, here-documents and commands inside of commands
+_STATEMENTS = 100_000  # in all, functions that are called again counted again
+
+Place = tuple[tuple[int, int], ...]  # (block, branch of it) from the outermost to the innermost
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that starts one of `PROGRAMS`.
+
+    Attributes:
+        where: file and line.
+        program: which of them.
+        flags: name without dashes, words joined by underscores -> its values, in order; no value: an empty list.
+        variables: what was assigned before it, exported or not, and the environment that Ray is told to give it; of
+            arrays also `NAME[@]`, their words quoted.
+        place: the blocks that it stands in.
+        garbled: what Ray is told is no JSON.
+    """
+
+    where: str
+    program: str
+    flags: dict[str, list[str]]
+    variables: dict[str, str]
+    place: Place
+    garbled: bool = False
+
+    @property
+    def conditional(self) -> bool:
+        """Whether a condition or a loop decides that it runs; the condition itself always does."""
+        return any(branch for _, branch in self.place)
 
 
 @dataclass(frozen=True)
@@ -43,83 +69,254 @@ class Script:
 
     Attributes:
         path: the file.
-        program: which of `PROGRAMS` it starts.
-        flags: name without dashes, words joined by underscores -> its values, in order; no value: an empty list.
-        variables: assignments, exported or not, and the environment that Ray gives the program.
-        garbled: Ray's `--runtime-env-json` is there and is no JSON.
+        launches: at least one, all of the same program.
         sourced: files that it reads in; those that are there have been read.
         conditional: assignments that depend on a condition or stand in a loop, as written, and so were not made.
     """
 
     path: Path
-    program: str
-    flags: dict[str, list[str]]
-    variables: dict[str, str]
-    sourced: list[str] = field(default_factory=list)
-    conditional: list[str] = field(default_factory=list)
-    garbled: bool = False
+    launches: list[Launch]
+    sourced: list[str]
+    conditional: list[str]
+
+    @property
+    def program(self) -> str:
+        """Which of `PROGRAMS` it starts."""
+        return self.launches[0].program
+
+    @property
+    def flags(self) -> dict[str, list[str]]:
+        """The flags in which all launches agree."""
+        first, *others = (launch.flags for launch in self.launches)
+        return {name: values for name, values in first.items() if all(other.get(name) == values for other in others)}
+
+    @property
+    def differing(self) -> dict[str, list[list[str] | None]]:
+        """The other flags: the values of each launch, None where it lacks the flag."""
+        names = dict.fromkeys(name for launch in self.launches for name in launch.flags)
+        return {name: [launch.flags.get(name) for launch in self.launches] for name in names if name not in self.flags}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What was assigned before the last launch."""
+        return self.launches[-1].variables
 
 
 def read_script(path: Path) -> Script:
     """Reads a launch script.
 
     Raises:
-        InputError: it is missing, is no text, has an unclosed quote, or starts none of `PROGRAMS`.
+        InputError: it is missing, is no text, has an unclosed quote, or starts none or several of `PROGRAMS`.
     """
-    script = Script(path, "", {}, {})
-    launched = _run(path, script, depth=0)
-    if launched is None:
-        what = f"the script starts none of {', '.join(PROGRAMS)}"
-        raise InputError(what, str(path), "give the script that launches Megatron-LM or slime")
-    before, program, words = launched
-    environment = _runtime(before)
-    variables = script.variables | (environment or {})
-    return replace(script, program=program, flags=_flags(words), variables=variables, garbled=environment is None)
+    reader = _Reader(files=[os.path.realpath(path)])
+    reader.read(read_text(path), path)
+    launches = [launch for launch in reader.launches if launch.flags] or reader.launches
+    if not launches:
+        what, hint = (
+            f"the script starts none of {', '.join(PROGRAMS)}",
+            "give the script that launches Megatron-LM or slime",
+        )
+        if reader.passed:
+            hint = f"save the here-document at {reader.passed[0]} as a script of its own and give that"
+        raise InputError(what, str(path), hint)
+    if len({launch.program for launch in launches}) > 1:
+        listed = ", ".join(f"{launch.program} ({launch.where})" for launch in launches)
+        raise InputError(f"the script starts several programs: {listed}", str(path), "give a script that starts one")
+    taken = [
+        text
+        for text, place in reader.conditional
+        if not all(launch.place[: len(place)] == place for launch in launches)
+    ]
+    return Script(path, launches, reader.sourced, taken)
 
 
-def _runtime(words: list[str]) -> dict[str, str] | None:
-    """The variables in `ray job submit --runtime-env-json TEXT`; None when that is no JSON."""
-    given = _flags(words).get("runtime_env_json", ["{}"])
-    try:
-        return {name: str(value) for name, value in json.loads(given[0]).get("env_vars", {}).items()}
-    except (ValueError, AttributeError, IndexError):
-        return None
+@dataclass
+class _Block:
+    """An `if`, `case` or loop that is open: where it stands, which of its branches, and the variables before it."""
+
+    kind: str
+    number: int
+    variables: dict[str, str]
+    branch: int = 0
+    pattern: bool = False  # the next statement of a `case` begins with a pattern
 
 
-def _run(path: Path, script: Script, depth: int) -> tuple[list[str], str, list[str]] | None:
-    launched, variables = None, script.variables
-    blocks, assigned = 0, False
-    for line, statement, before in _statements(read_text(path)):
-        doubtful = before in ("&&", "||") and not (before == "&&" and assigned)
-        raw = _split(re.sub(r"^[^\s()\"'=]*\)\s*", "", statement) if blocks else statement)
-        while raw and raw[0] in (*_OPENING, *_CLOSING, *_LEADING):
-            blocks = max(0, blocks + (raw[0] in _OPENING) - (raw[0] in _CLOSING))
-            raw = raw[1:] if raw[0] in _LEADING else []
-        matches, rest = _assignments(raw)
-        assigned = bool(matches) and not rest
+@dataclass
+class _Reader:
+    """Goes through scripts and keeps what they assign and launch."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+    sourced: list[str] = field(default_factory=list)
+    conditional: list[tuple[str, Place]] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)  # here-documents that name a program and that no shell reads
+    functions: dict[str, tuple[list[Statement], Path, int]] = field(default_factory=dict)
+    blocks: list[_Block] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # that are being read in, so that none reads itself
+    opened: int = 0
+    followed: int = 0
+    depth: int = 0
+
+    def read(self, text: str, path: Path, above: int = 0) -> None:
+        """Goes through a script; `above` is the number of lines of the file before it."""
+        if self.depth > _DEPTH:
+            return
+        self.depth += 1
+        height, assigned = len(self.blocks), False
+        rest = statements(text)
+        for statement in rest:
+            if found := _FUNCTION.match(statement.text):
+                begun = replace(statement, text=statement.text[found.end() :])
+                self.functions[found[1] or found[2]] = _body(begun, rest), path, above
+            else:
+                assigned = self._followed(statement, path, above, assigned)
+        if len(self.blocks) > height:
+            self.variables = self.blocks[height].variables
+            del self.blocks[height:]
+        self.depth -= 1
+
+    def _followed(self, statement: Statement, path: Path, above: int, assigned: bool) -> bool:
+        where = f"{path}:{above + statement.line}"
+        self.followed += 1
         try:
-            if assigned and (blocks or doubtful):
-                script.conditional.extend(f"{path.name}:{line} {match[0]}" for match in matches)
-                continue
-            if assigned:
-                for match in matches:
-                    _assign(match, variables)
-                continue
-            words = _words(" ".join(rest), variables)
+            if self.followed > _STATEMENTS:
+                raise ValueError(f"it goes on for more than {_STATEMENTS:,} statements")
+            return self._statement(statement, path, above, assigned)
         except ValueError as error:
-            raise InputError(f"the script cannot be read: {error}", f"{path}:{line}") from error
-        if words and words[0] in ("source", ".") and len(words) > 1:
-            script.sourced.append(words[1])
-            target = Path(words[1])
-            if depth < 4 and target.is_file():
-                launched = _run(target, script, depth + 1) or launched
-            continue
-        position = next((i for i, word in enumerate(words) if Path(word).name in PROGRAMS), None)
-        if position is not None:
-            launched = words[:position], Path(words[position]).name, words[position + 1 :]
+            raise InputError(f"the script cannot be read: {error}", where) from error
+
+    def _statement(self, statement: Statement, path: Path, above: int, assigned: bool) -> bool:
+        """Follows one statement; whether it does nothing but assign."""
+        line = above + statement.line
+        raw = split(self._command(statement))
+        if raw and raw[0].startswith("(") and not raw[0].startswith("(("):  # a subshell
+            self._apart(" ".join(raw).removeprefix("(").removesuffix(")"), path, line - 1)
+            return False
+        matches, rest = _assignments(raw)
+        if matches and not rest:
+            chained = statement.before == "&&" and assigned
+            doubtful = statement.before in ("&&", "||") and not chained
+            if doubtful or self._place():
+                place = (*self._place(), (0, 1)) if doubtful else self._place()
+                self.conditional.extend((f"{path.name}:{line} {match[0]}", place) for match in matches)
+            for match in [] if doubtful else matches:
+                _assign(match, self.variables)
+            return True
+        self._run(words(" ".join(rest), self.variables), matches, statement.documents, path, line)
+        return False
+
+    def _command(self, statement: Statement) -> str:
+        """The statement without the words that open, part and close blocks, which are followed."""
+        text, before = statement.text, statement.before
+        while text:
+            block = self.blocks[-1] if self.blocks else None
+            word = text.split(None, 1)[0]
+            if block and block.kind == "case" and word != "esac" and (block.pattern or before in (";;", ";&", ";;&")):
+                found = _PATTERN.match(text)
+                block.pattern = found is None  # a | b) is two statements
+                self._branch(block)
+                before, text = "", text[found.end() :] if found else ""
+            elif word in _OPENING:
+                self.opened += 1
+                if (name := text.split()[1:2]) and word in ("for", "select"):
+                    self._unsettle(name)
+                self.blocks.append(_Block(word, self.opened, dict(self.variables), pattern=word == "case"))
+                rest = _CASE.sub("", text, count=1) if word == "case" else text[len(word) :].lstrip()
+                text = "" if word in ("for", "select") else rest
+            elif word in _CLOSING:
+                if block:
+                    self.variables = self.blocks.pop().variables
+                text = ""
+            elif word in _LEADING:
+                if block and word in ("else", "elif"):
+                    self._branch(block)
+                elif block and word in ("then", "do"):
+                    block.branch += 1
+                text = text[len(word) :].lstrip()
+            else:
+                break
+        return text
+
+    def _branch(self, block: _Block) -> None:
+        block.branch += 1
+        self.variables = dict(block.variables)
+
+    def _unsettle(self, names: list[str]) -> None:
+        """Variables whose values only running would tell."""
+        self.variables |= {name: f"${{{name}}}" for name in names if name.isidentifier()}
+
+    def _place(self) -> Place:
+        return tuple((block.number, block.branch) for block in self.blocks)
+
+    def _apart(self, text: str, path: Path, above: int) -> None:
+        """Reads a script whose assignments end with it."""
+        before, self.variables = self.variables, dict(self.variables)
+        self.read(text, path, above)
+        self.variables = before
+
+    def _run(
+        self, command: list[str], matches: list[re.Match[str]], documents: tuple[Document, ...], path: Path, line: int
+    ) -> None:
+        if not command:
+            return
+        names = [Path(word).name for word in command]
+        if command[0] == "read":
+            self._unsettle(command[1:])
+        elif command[0] in ("source", ".") and len(command) > 1:
+            self.sourced.append(command[1])
+            target = Path(command[1])
+            if target.is_file() and os.path.realpath(target) not in self.files:
+                self.files.append(os.path.realpath(target))
+                self.read(read_text(target), target)
+                self.files.pop()
+        elif command[0] in self.functions and self.depth <= _DEPTH:
+            body, home, above = self.functions[command[0]]
+            self.depth += 1
+            for statement in body:
+                self._followed(statement, home, above, False)
+            self.depth -= 1
+        elif command[0] == "eval":
+            self.read(" ".join(command[1:]), path, line - 1)
+        elif command[0] in ("echo", "printf"):
+            self._documents(documents, False, path)
+        elif (position := next((i for i, name in enumerate(names) if name in PROGRAMS), None)) is not None:
+            variables = dict(self.variables)
             for match in matches:  # the environment of the program alone
                 _assign(match, variables)
-    return launched
+            environment = _environment(command[:position])
+            variables |= environment or {}
+            flags, where = _flags(command[position + 1 :]), f"{path.name}:{line}"
+            garbled = environment is None
+            self.launches.append(Launch(where, names[position], flags, variables, self._place(), garbled))
+        else:
+            shell = next((i for i, name in enumerate(names) if name in _SHELLS), None)
+            self._documents(documents, shell is not None, path)
+            options = range(len(names) if shell is None else shell + 1, len(names) - 1)
+            if (option := next((i for i in options if re.fullmatch(r"-\w*c", command[i])), None)) is not None:
+                self._apart(command[option + 1], path, line - 1)
+
+    def _documents(self, documents: tuple[Document, ...], executed: bool, path: Path) -> None:
+        for document in documents:
+            if executed:
+                self._apart(document.expanded(self.variables), path, document.line - 1)
+            elif any(program in document.text for program in PROGRAMS):
+                self.passed.append(f"{path.name}:{document.line}")
+
+
+def _body(begun: Statement, rest: Iterator[Statement]) -> list[Statement]:
+    """The statements of a function whose body begins in `begun` and goes on in `rest`."""
+    found: list[Statement] = []
+    if begun.text.startswith("("):
+        return [begun]
+    depth = 0
+    statement: Statement | None = begun if begun.text else next(rest, None)
+    while statement is not None:
+        depth += bool(_GROUP.match(statement.text)) - (statement.text.split(None, 1)[0] == "}")
+        if depth <= 0:
+            break
+        found.append(replace(statement, before="") if not found else statement)
+        statement = next(rest, None)
+    return found
 
 
 def _assignments(raw: list[str]) -> tuple[list[re.Match[str]], list[str]]:
@@ -138,200 +335,26 @@ def _assignments(raw: list[str]) -> tuple[list[re.Match[str]], list[str]]:
 def _assign(match: re.Match[str], variables: dict[str, str]) -> None:
     name, more, value = match.groups()
     array = value.startswith("(") and value.endswith(")")
-    words = _words(value[1:-1] if array else value, variables)
-    text = " ".join(words)
-    before = variables.pop(f"{name}[@]", "")  # of arrays, the words as well
+    found = words(value[1:-1] if array else value, variables)
+    text, before = " ".join(found), variables.pop(f"{name}[@]", "")
     if array:
-        variables[f"{name}[@]"] = f"{before if more else ''} {shlex.join(words)}".strip()
+        variables[f"{name}[@]"] = f"{before if more else ''} {shlex.join(found)}".strip()
     variables[name] = f"{variables.get(name, '')} {text}".strip() if more else text
 
 
-class _Nesting:
-    """Quotes, parentheses and `${...}` while characters of a script go by."""
-
-    def __init__(self) -> None:
-        self._open: list[str] = []
-
-    @property
-    def quote(self) -> str:
-        """The innermost quote; empty outside of quotes and inside a substitution in them."""
-        return self._open[-1] if self._open and self._open[-1] in "\"'`" else ""
-
-    @property
-    def outside(self) -> bool:
-        """Whether nothing is open."""
-        return not self._open
-
-    def step(self, char: str, previous: str) -> None:
-        """One more character, `previous` before it; escaped ones are not given."""
-        top = self._open[-1] if self._open else ""
-        if self.quote and char == top:
-            self._open.pop()
-        elif self.quote == '"' and char in "({" and previous == "$":
-            self._open.append(char)
-        elif self.quote:
-            pass
-        elif char in "\"'`" or char == "(" or (char == "{" and previous == "$"):
-            self._open.append(char)
-        elif (top, char) in (("(", ")"), ("{", "}")):
-            self._open.pop()
-
-
-def _statements(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, statement, what stands before it): comments and redirections dropped, continued lines joined.
-
-    Arrays and quoted newlines are kept together.
-    """
-    here, before, line, begun, position = "", "", 1, 1, 0
-    nesting = _Nesting()
-    while position < len(text):
-        char, rest = text[position], text[position : position + 2]
-        if rest == "\\\n" and nesting.quote != "'":
-            here, position, line = here + " ", position + 2, line + 1
-            continue
-        if char == "\\" and nesting.quote != "'":
-            here, position = here + rest, position + 2
-            continue
-        if not nesting.quote and char == "#" and (not here or here[-1] in " \t\n;("):
-            while position < len(text) and text[position] != "\n":
-                position += 1
-            continue
-        if nesting.outside:
-            if redirection := _REDIRECTION.match(text, position):
-                here = re.sub(r"(^|\s)\d+$", r"\1", here) + " "
-                position = _word_end(text, redirection.end())
-                continue
-            if separator := _SEPARATOR.match(text, position):
-                line += separator[0] == "\n"
-                if here.strip():
-                    yield begun, here.strip(), before
-                    before = separator[0]
-                elif separator[0] != "\n":
-                    before = separator[0]
-                here, begun, position, nesting = "", line, separator.end(), _Nesting()
-                continue
-        line += char == "\n"
-        nesting.step(char, here[-1:])
-        here, position = here + (" " if char == "\n" and not nesting.quote else char), position + 1
-    if here.strip():
-        yield begun, here.strip(), before
-
-
-def _word_end(text: str, position: int) -> int:
-    """Where the word ends that begins at `position`."""
-    nesting, previous = _Nesting(), ""
-    while position < len(text):
-        char = text[position]
-        if nesting.outside and (char.isspace() or char in ";|&<>"):
-            break
-        nesting.step(char, previous)
-        previous, position = char, position + 1
-    return position
-
-
-def _split(statement: str) -> list[str]:
-    """The words of a statement as they are written, quotes, arrays and substitutions kept whole."""
-    words, here, position = [], "", 0
-    nesting = _Nesting()
-    while position < len(statement):
-        char = statement[position]
-        if char == "\\" and nesting.quote != "'":
-            here, position = here + statement[position : position + 2], position + 2
-            continue
-        if nesting.outside and char.isspace():
-            words.append(here)
-            here = ""
-        else:
-            nesting.step(char, here[-1:])
-            here += char
-        position += 1
-    return [word for word in (*words, here) if word]
-
-
-def _words(text: str, variables: dict[str, str]) -> list[str]:
-    """The words of a statement with variables and arithmetic put in; single-quoted text is left alone."""
-    text = re.sub(r'"\$\{(\w+)\[@\]\}"', lambda match: _array(match[1], match[0], variables), text)
-    parts = re.split(r"('[^']*')", text)
-    return shlex.split("".join(part if part.startswith("'") else _expand(part, variables) for part in parts))
-
-
-def _array(name: str, text: str, variables: dict[str, str]) -> str:
-    """What stands for `"${NAME[@]}"`: the words of an array, nothing when it is not set, else the text as it is."""
-    return variables.get(f"{name}[@]", text if name in variables else "")
-
-
-def _expand(text: str, variables: dict[str, str]) -> str:
-    text = re.sub(r'"?\$(?:[@*]|\{[@*]\})"?', "", text)
-    parts, position = [], 0
-    while (start := text.find("$", position)) >= 0:
-        parts.append(text[position:start])
-        end = start + 1
-        if name := _NAME.match(text, end):
-            parts.append(_literal(variables.get(name[0], "")))
-            end = name.end()
-        elif text[end : end + 1] == "{":
-            end = _brace_end(text, end)
-            parts.append(_braced(text[start:end], variables))
-        else:
-            parts.append("$")
-        position = end
-    text = "".join(parts) + text[position:]
-    return _ARITHMETIC.sub(lambda match: _arithmetic(match[1], variables), text)
-
-
-def _literal(value: str) -> str:
-    """The value of a variable for `shlex`: double quotes in it quote nothing."""
-    return re.sub(r'(["\\])', r"\\\1", value)
-
-
-def _brace_end(text: str, start: int) -> int:
-    """One past the brace that closes the one at `start`."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] == "{") - (text[position] == "}")
-        if not depth:
-            return position + 1
-    return len(text)
-
-
-def _braced(text: str, variables: dict[str, str]) -> str:
-    """The value of `${NAME}`, `${NAME:-default}` or `${NAME:=default}`; other expansions stay as they are."""
-    match = _BRACED.fullmatch(text[2:-1])
-    if match is None or (match[1][0].isdigit() and match[2] is None):
-        return text
-    name, kind, fallback = match.groups()
-    if kind is None or variables.get(name) or (":" not in kind and name in variables):
-        return _literal(variables.get(name, ""))
-    value = _expand(fallback, variables)
-    if kind.endswith("="):
-        variables[name] = value
-    return value
-
-
-def _arithmetic(text: str, variables: dict[str, str]) -> str:
-    """The value of an integer expression; the expression itself when it is more than that."""
-
-    def evaluate(node: ast.AST) -> int:
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -evaluate(node.operand)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.Name):
-            return int(variables[node.id])
-        raise ValueError(text)
-
+def _environment(command: list[str]) -> dict[str, str] | None:
+    """The variables in `ray job submit --runtime-env-json TEXT`; None when that is no JSON."""
+    given = _flags(command).get("runtime_env_json", ["{}"])
     try:
-        return str(evaluate(ast.parse(text.strip(), mode="eval").body))
-    except (ValueError, SyntaxError, KeyError, ZeroDivisionError, RecursionError):
-        return f"$(({text}))"
+        return {name: str(value) for name, value in json.loads(given[0]).get("env_vars", {}).items()}
+    except (ValueError, AttributeError, IndexError, RecursionError):
+        return None
 
 
-def _flags(words: list[str]) -> dict[str, list[str]]:
+def _flags(command: list[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {}
     current: list[str] | None = None
-    for word in words:
+    for word in command:
         match = re.fullmatch(r"--([A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL)
         if match:
             current = flags[match[1].replace("-", "_")] = [] if match[2] is None else [match[2]]

@@ -206,7 +206,11 @@ class MegatronWeights:
         numbers = {int(m[1]) for m in map(LAYER.fullmatch, self._stored) if m and m[1] is not None}
         if numbers:
             return max(numbers) + 1
-        return self.checkpoint.tensors[self._stored[f"decoder.layers.{FC2}.weight"]].shape[0]
+        name = f"decoder.layers.{FC2}.weight"
+        if name not in self._stored:
+            what = f"the checkpoint has no weight '{name}'"
+            raise InputError(what, str(self.path), "only Qwen2.5-family models are converted")
+        return self.checkpoint.tensors[self._stored[name]].shape[0]
 
     def _find(self) -> dict[str, tuple[str, int | None, Any]]:
         split = any(name.endswith(f"{FC1}.weight_w") for name in self._stored)

@@ -23,7 +23,7 @@ from ... import __version__
 from ...config.schema import ModelShape
 from ..export import Watch
 from ..staging import Staging, write_whole
-from ..weights import Weights
+from ..weights import Weights, stored_bytes
 from .dist import COMMON_FILE, CONFIG, METADATA, TRACKER
 from .names import EMBEDDING, FC1, FC2, HEAD, NORM, NORM1, NORM2, PROJ, QKV, heads_of
 
@@ -53,7 +53,7 @@ def export_megatron(weights: Weights, out: Path, watch: Watch = lambda done, tot
     Raises:
         InputError: `out` exists, no room, or NaN in a tensor (named).
     """
-    total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in weights.tensors.values())
+    total = stored_bytes(weights.tensors)
     files = _files(list(jobs(weights.shape, weights)), weights)
     plan = {"what": "megatron", "version": __version__, "source": str(weights.path.resolve())}
     done, items = 0, []
@@ -146,9 +146,14 @@ def _write_file(path: Path, batch: list[Job], weights: Weights) -> list[list[Any
     return items
 
 
-def _save(value: Tensor | list[Any], file: Any) -> tuple[int, int]:
+def _save(value: Tensor | list[Any] | dict[str, Any], file: Any) -> tuple[int, int]:
     start = file.tell()
-    torch.save(value, file)
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # in which torch hides that the disk is full
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     return start, file.tell() - start
 
 
@@ -188,7 +193,8 @@ def _write_common(folder: Path, shape: ModelShape) -> None:
         untie_embeddings_and_output_weights=not shape.tied,
         iteration=0,
     )
-    torch.save({"args": args, "iteration": 0, "checkpoint_version": 3.0}, folder / COMMON_FILE)
+    with (folder / COMMON_FILE).open("wb") as file:
+        _save({"args": args, "iteration": 0, "checkpoint_version": 3.0}, file)
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
     write_whole(folder / CONFIG, json.dumps(config))
