@@ -68,6 +68,9 @@ def init(
         if imported and imported.sft:
             say(f"next: infir2 sft --stage {min(imported.sft)} --dry-run")
             return
+        if imported and imported.rl:
+            say(f"[rl.{min(imported.rl)}] was read and checked; no command trains by it in this version")
+            return
         if not imported or not imported.data:
             say("next: infir2 data prepare SOURCE --out data/text")
         say("next: infir2 cpt")
@@ -107,7 +110,8 @@ def imported_text(name: str, imported: Imported) -> str:
 
     from infir2_core.templates import render
 
-    stage = {"sft": imported.sft} if imported.sft else {"cpt": imported.cpt}
+    settings = {"cpt": imported.cpt, "sft": imported.sft, "rl": imported.rl}[imported.stage]
+    stage = {imported.stage: settings}
     body = tomli_w.dumps({"data": imported.data, **stage} if imported.data else stage)
     values = {"origin": Path(imported.origin).name, "size": imported.size, "source": imported.source}
     return render("project/imported.toml.j2", name=name, body=body.rstrip("\n"), **values)

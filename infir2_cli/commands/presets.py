@@ -46,9 +46,10 @@ def show(
         say(f"tokens of a full run: {count(preset.tokens)} ({preset.tokens:,})")
         table("Model", ["key", "value"], [[key, value(v)] for key, v in preset.model])
         table("[cpt]", ["key", "value"], [[key, value(v)] for key, v in preset.cpt])
-        one, two = preset.sft["1"].model_dump(), preset.sft["2"].model_dump()
-        rows = [[key, value(one[key]), value(two[key])] for key in one]
-        table("Fine-tuning", ["key", "[sft.1]", "[sft.2]"], rows)
+        for stage, title, stages in (("sft", "Fine-tuning", preset.sft), ("rl", "Reinforcement learning", preset.rl)):
+            one, two = (settings.model_dump() for settings in stages.values())
+            rows = [[key, value(one[key]), value(two[key])] for key in one]
+            table(title, ["key", f"[{stage}.1]", f"[{stage}.2]"], rows)
 
     emit(preset.as_dict(), human)
 

@@ -45,8 +45,11 @@ class Settings:
         self.origin |= {name: origin[name] for name in values}
         self.given |= set(values)
 
-    def checked(self, kind: type[Stage]) -> Stage:
+    def checked(self, kind: type[Stage], section: str = "") -> Stage:
         """The settings as `kind`.
+
+        Args:
+            section: table of the project file that an error names keys of; flags if empty.
 
         Raises:
             InputError: every problem, with the places that gave the values.
@@ -59,7 +62,8 @@ class Settings:
                 named = [name for name in kind.model_fields if re.search(rf"\b{name}\b", message)]
                 names = [str(part) for part in key] or named
                 where = ", ".join(dict.fromkeys(self.origin[name] for name in names))
-                lines.append((message, where, "change " + " or ".join(flag(name) for name in names)))
+                change = " or ".join(f"{section}.{name}" if section else flag(name) for name in names)
+                lines.append((message, where, f"change {change}"))
             if len(lines) == 1:
                 raise InputError(*lines[0]) from error
             what = "\n".join(

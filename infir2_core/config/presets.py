@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..errors import InputError, nearest
 from . import toml
+from .rl import RlSettings, RlStage
 from .schema import SIZES, CptSettings, ModelShape, SftSettings, SftStage, Strict
 
 FOLDER = Path(__file__).parent / "presets"
@@ -24,6 +25,7 @@ class PresetFile(Strict):
     model: ModelShape
     cpt: CptSettings
     sft: dict[SftStage, SftSettings]
+    rl: dict[RlStage, RlSettings]
 
 
 class Preset(Strict):
@@ -34,6 +36,7 @@ class Preset(Strict):
     model: ModelShape
     cpt: CptSettings
     sft: dict[SftStage, SftSettings]
+    rl: dict[RlStage, RlSettings]
 
     @property
     def tokens(self) -> int:
@@ -62,4 +65,11 @@ def load_preset(size: str) -> Preset:
     path = FOLDER / f"{size}.toml"
     text = toml.read_text(path)
     content = toml.validate(PresetFile, toml.parse(text, str(path)), text, str(path), "preset")
-    return Preset(size=size, description=content.description, model=content.model, cpt=content.cpt, sft=content.sft)
+    return Preset(
+        size=size,
+        description=content.description,
+        model=content.model,
+        cpt=content.cpt,
+        sft=content.sft,
+        rl=content.rl,
+    )

@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr, create_model, field_validator, model_va
 
 from ..errors import InputError, nearest
 from . import toml
+from .rl import RlSettings, RlStage
 from .schema import CptSettings, SftSettings, SftStage, Size, Strict
 
 FILE = "infir2.toml"
@@ -63,7 +64,7 @@ class _Stage(Strict):
 
     def settings(self) -> dict[str, Any]:
         """The settings of the stage that the file sets, by name."""
-        own = self.model_dump(exclude={"tokens", "data", "tokenizer", "from_"})
+        own = self.model_dump(exclude={"tokens", "data", "eval_data", "tokenizer", "from_"})
         return {name: value for name, value in own.items() if value is not None}
 
 
@@ -82,6 +83,10 @@ class _SftBase(_Stage):
     tokenizer: str = ""
 
 
+class _RlBase(_SftBase):
+    eval_data: dict[str, str] = Field(default_factory=dict)
+
+
 def _optional(kind: type[Strict]) -> dict[str, Any]:
     """The fields of `kind`, their limits kept, each of which may also be left out."""
     made: dict[str, Any] = {}
@@ -94,6 +99,7 @@ def _optional(kind: type[Strict]) -> dict[str, Any]:
 if TYPE_CHECKING:
     CptSection = _CptBase
     SftSection = _SftBase
+    RlSection = _RlBase
 else:
     CptSection = create_model(
         "CptSection",
@@ -107,6 +113,12 @@ else:
         __doc__="[sft.1], [sft.2]: any of `SftSettings`, and `data`, `tokenizer` and `from`.",
         **_optional(SftSettings),
     )
+    RlSection = create_model(
+        "RlSection",
+        __base__=_RlBase,
+        __doc__="[rl.1], [rl.2]: any of `RlSettings`, and `data`, `eval_data` (files by name), `tokenizer` and `from`.",
+        **_optional(RlSettings),
+    )
 
 
 class ProjectFile(Strict):
@@ -118,6 +130,7 @@ class ProjectFile(Strict):
     data: dict[str, DataSection] = Field(default_factory=dict)
     cpt: CptSection = Field(default_factory=lambda: CptSection.model_validate({}))
     sft: dict[SftStage, SftSection] = Field(default_factory=dict)
+    rl: dict[RlStage, RlSection] = Field(default_factory=dict)
     _path: Path = PrivateAttr(default=Path(FILE))
     _text: str = PrivateAttr(default="")
 
@@ -160,6 +173,7 @@ def load_project(path: Path) -> ProjectFile:
     project = toml.validate(ProjectFile, data, text, str(path), "project file")
     project._path, project._text = path.absolute(), text
     _check_recipe(project)
+    _check_rl(project)
     return project
 
 
@@ -167,9 +181,22 @@ def _check_recipe(project: ProjectFile) -> None:
     from ..precision.recipe import list_recipes
 
     stages: dict[str, _Stage] = {"cpt": project.cpt} | {f"sft.{stage}": own for stage, own in project.sft.items()}
+    stages |= {f"rl.{stage}": own for stage, own in project.rl.items()}
     for name, section in stages.items():
         recipe, known = section.settings().get("recipe"), list_recipes()
         if recipe is None or (recipe.endswith(".toml") and (project.folder / recipe).is_file()):
             continue
         if recipe not in known:
             raise InputError(f"no recipe '{recipe}'", project.where(f"{name}.recipe"), nearest(recipe, known))
+
+
+def _check_rl(project: ProjectFile) -> None:
+    """No command resolves these settings, so they are checked against each other here, where the file names a size."""
+    from .layers import layered
+    from .presets import load_preset
+
+    size = project.model.size
+    for stage, section in project.rl.items() if size else ():
+        base, key = load_preset(str(size)).rl[stage], f"rl.{stage}"
+        settings = layered(base, f"preset {size}", project, key, section.settings(), {}, project.folder)
+        settings.checked(RlSettings, key)

@@ -27,6 +27,10 @@ def test_show(run_cli: Any, size: str) -> None:
     preset = load_preset(size)
     data = json.loads(run_cli("presets", "show", size, "--json").stdout)
     assert data["cpt"] == preset.cpt.model_dump() and data["model"] == preset.model.model_dump()
+    for stage in ("1", "2"):
+        assert (
+            data["sft"][stage] == preset.sft[stage].model_dump() and data["rl"][stage] == preset.rl[stage].model_dump()
+        )
     assert data["parameters"] == preset.model.parameters
 
 
@@ -36,6 +40,8 @@ def test_show_for_people_tells_shape_settings_and_tokens(run_cli: Any) -> None:
     assert "167.8 B (167,772,160,000)" in done.stdout and "7.62 B (7,615,616,512)" in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     for row in (["vocab", "152064"], ["tied", "false"], ["lr", "0.0001"], ["split", "90,5,5"], ["max_skips", "10"]):
+        assert row in lines
+    for row in (["key", "[rl.1]", "[rl.2]"], ["max_response_tokens", "8192", "16384"], ["temperature", "1", "1.1"]):
         assert row in lines
 
 

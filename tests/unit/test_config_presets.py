@@ -96,7 +96,7 @@ def test_a_misspelt_size_names_the_nearest() -> None:
 
 
 def test_the_config_package_imports_no_torch() -> None:
-    modules = "hf_config layers mixture presets project resolve resolve_sft runfile schema source toml".split()
+    modules = "hf_config layers mixture presets project resolve resolve_sft rl runfile schema source toml".split()
     code = "import sys\n" + "".join(f"import infir2_core.config.{name}\n" for name in modules)
     code += "assert not {'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

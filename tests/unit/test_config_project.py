@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infir2_core.config.project import FILE, CptSection, ProjectFile, SftSection, find_project, load_project
+from infir2_core.config.project import FILE, CptSection, ProjectFile, RlSection, SftSection, find_project, load_project
 from infir2_core.config.schema import CptSettings, TrainSettings
 from infir2_core.errors import InputError
 
@@ -155,7 +155,10 @@ def test_the_documentation_tells_every_key() -> None:
     keys = {f"cpt.{f.alias or name}" for name, f in CptSection.model_fields.items()}
     shared = set(TrainSettings.model_fields)
     keys |= {f"sft.N.{f.alias or name}" for name, f in SftSection.model_fields.items() if name not in shared}
+    keys |= {f"rl.N.{f.alias or name}" for name, f in RlSection.model_fields.items() if name not in shared}
     keys |= {"format", "project.name", "project.runs", "project.machine", "model.size", "model.from"}
     assert documented == keys | {"data.NAME.prefixes", "data.NAME.weight"}
-    shared_by_both = re.search(r"^`\[sft.1\]` and `\[sft.2\]` hold.*?(?=^\|)", page, flags=re.MULTILINE | re.DOTALL)
-    assert shared_by_both and shared <= set(re.findall(r"`(\w+)`", shared_by_both[0]))
+    for stage in ("sft", "rl"):
+        opening = rf"^`\[{stage}.1\]` and `\[{stage}.2\]` hold.*?(?=^\|)"
+        paragraph = re.search(opening, page, flags=re.MULTILINE | re.DOTALL)
+        assert paragraph and shared <= set(re.findall(r"`(\w+)`", paragraph[0]))

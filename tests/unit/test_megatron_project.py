@@ -120,16 +120,6 @@ def test_the_four_scripts_of_continual_pre_training_give_the_presets(tmp_path: P
     assert not (tmp_path / "canary").exists()
 
 
-def test_scripts_of_slime_for_reinforcement_give_the_model_and_say_what_is_left(tmp_path: Path) -> None:
-    imported = from_script(write(tmp_path, slime_script("7b", "rl")))
-    assert (imported.size, imported.stage, imported.source, imported.cpt) == ("7b", "rl", "/models/base/", {})
-    assert loaded(tmp_path, imported).model.from_ == "/models/base/"
-    assert "no [rl] section (2048)" in imported.left["global_batch_size"]
-    assert "1e-06" in imported.left["lr"] and "ref_load" not in imported.left
-    assert any("is not there" in note for note in imported.notes)
-    assert not (tmp_path / "canary").exists()
-
-
 @pytest.mark.parametrize("size", ["7b", "1.5b"])
 def test_scripts_of_slime_for_fine_tuning_give_a_stage(tmp_path: Path, size: str) -> None:
     imported = from_script(write(tmp_path, slime_script(size, "sft")))
@@ -198,6 +188,10 @@ def test_bf16_scripts_get_the_recipe_without_fp8(tmp_path: Path) -> None:
         ("torchrun pretrain_gpt.py --lr 1e-4\n", "nothing says which model"),
         ("torchrun pretrain_gpt.py --num-layers 5 --hidden-size 6 --ffn-hidden-size 7\n", "fits none of the sizes"),
         ('A="unclosed\ntorchrun pretrain_gpt.py\n', "cannot be read: No closing quotation"),
+        (
+            'A=("a b")\n' + 'A+=("${A[@]}")\n' * 60 + "torchrun pretrain_gpt.py --x $A\n",
+            "more than 1,048,576 characters",
+        ),
         ("A=0123456789\n" + "A=$A$A\n" * 60 + "torchrun pretrain_gpt.py --x $A\n", "more than 1,048,576 characters"),
         (f"f() {{ {'f; ' * 200}}}\nf\ntorchrun pretrain_gpt.py --x\n", "more than 100,000 statements"),
     ],
@@ -270,6 +264,25 @@ def test_the_shell_by_cases(tmp_path: Path) -> None:
 )
 def test_what_belongs_to_the_command(tmp_path: Path, command: str, expected: dict[str, list[str]]) -> None:
     assert read_script(write(tmp_path, command + "\n")).flags == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'A=(--x "2 3" --y "$B")\npython train.py "${A[@]}" "${NONE[@]}" --z 4',
+        "A=(--x 1)\nA+=(--y '$B' 'it\"s' \"don't\")\npython train.py \"${A[@]}\"",
+        'A=()\npython train.py --x "${A[@]}" --y 1 "${A[@]}"',
+        'A=(1 2)\nB=("${A[@]}" 3)\nA=("x y" "${B[@]}")\npython train.py --x "${A[@]}" --y ${B[@]}',
+        'A=5\npython train.py --y "${A[@]}" --z ${A}',
+        'A=\'say "b c" \\d\'\npython train.py --x "$A" --y ${A} --z "${B:-$A}"',
+        'A="{\\"k\\": \\"v w\\"}"\npython train.py --x="${A}" --y "1 $A"',
+    ],
+)
+def test_arrays_and_quotes_inside_of_values_are_as_in_bash(tmp_path: Path, text: str) -> None:
+    shown = subprocess.run(
+        ["bash", "-c", f"python() {{ shift; printf '%s\\0' \"$@\"; }}\n{text}"], capture_output=True, check=True
+    )
+    assert read_script(write(tmp_path, text + "\n")).flags == _flags(shown.stdout.decode().split("\0")[:-1])
 
 
 @pytest.mark.parametrize(

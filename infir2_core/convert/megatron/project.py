@@ -11,83 +11,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
 
 from ...config.presets import list_presets, load_preset
-from ...config.schema import SftStage
+from ...config.rl import RlSettings, RlStage
+from ...config.schema import ALIGNMENT, SftStage
+from ...config.toml import problems
 from ...errors import InputError
-from .arguments import MODEL, PADDING
+from .arguments import PADDING
+from .carried import (
+    CARRIED,
+    CARRIED_RL,
+    CARRIED_SFT,
+    DEFAULTS,
+    DEFAULTS_RL,
+    IMPLIED,
+    IMPLIED_RL,
+    LAYOUT,
+    SAME_RL,
+    SHAPE,
+    SWITCHES_RL,
+    WORDS_RL,
+)
 from .dist import DistCheckpoint, find_iteration
 from .scripts import Script, read_script
 from .shell import UNREAD
 
-# Megatron's name -> ours in [cpt]; the value is taken as it is.
-CARRIED = {
-    "train_iters": "steps",
-    "seq_length": "seq_len",
-    "global_batch_size": "global_batch",
-    "micro_batch_size": "micro_batch",
-    "lr": "lr",
-    "min_lr": "min_lr",
-    "lr_warmup_iters": "warmup_steps",
-    "lr_wsd_decay_iters": "decay_steps",
-    "weight_decay": "weight_decay",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_eps": "eps",
-    "clip_grad": "clip",
-    "seed": "seed",
-    "init_method_std": "init_std",
-    "split": "split",
-    "eval_interval": "eval_every",
-    "eval_iters": "eval_iters",
-    "save_interval": "save_every",
-}
-# slime's name -> ours in [sft.N].
-CARRIED_SFT = {
-    "num_epoch": "epochs",
-    "global_batch_size": "global_batch",
-    "max_tokens_per_gpu": "row_tokens",
-    "lr_warmup_fraction": "warmup_share",
-    **{name: CARRIED[name] for name in (
-        "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed", "save_interval",
-    )},
-}  # fmt: skip
-# What Megatron-LM does when a script does not say.
-DEFAULTS = {
-    "weight_decay": "0.01", "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_eps": "1e-08", "clip_grad": "1.0",
-    "seed": "1234", "init_method_std": "0.02", "eval_interval": "1000", "eval_iters": "100", "lr_warmup_iters": "0",
-}  # fmt: skip
-SHAPE = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "ffn_hidden_size": "ffn",
-    "num_attention_heads": "heads",
-    "num_query_groups": "kv_heads",
-}
-# Flags that say what every model and run of ours is; with another value they are not carried over.
-IMPLIED: dict[str, tuple[Any, ...]] = {
-    **MODEL,
-    "disable_bias_linear": (True,),
-    "group_query_attention": (True,),
-    "use_rotary_position_embeddings": (True,),
-    "attention_dropout": (0.0,),
-    "hidden_dropout": (0.0,),
-    "bf16": (True,),
-    "lr_wsd_decay_style": ("cosine",),
-    "use_mcore_models": (True,),
-    "optimizer": ("adam",),
-}
 SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # environment variable of TransformerEngine
-_NO_STAGE = "settings of {stage}: this version has no [{stage}] section"
 
 
 @dataclass
 class Imported:
     """A project file's content: `size`, `source` ([model] from), data, and settings that differ from the preset.
 
-    Settings are those of [cpt], or of [sft.N] by number. `left` maps every argument that was not carried over to the
-    reason; `notes` is for the user.
+    Settings are those of [cpt], or of [sft.N] or [rl.N] by number. `left` maps every argument that was not carried over
+    to the reason; `notes` is for the user.
     """
 
     origin: str
@@ -96,6 +56,7 @@ class Imported:
     source: str = ""
     cpt: dict[str, Any] = field(default_factory=dict)
     sft: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rl: dict[str, dict[str, Any]] = field(default_factory=dict)
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -120,8 +81,8 @@ def from_script(path: Path) -> Imported:
             values.setdefault("_size", size)
     scales = {launch.variables.get(SCALES) == "1" for launch in script.launches}
     given = set(values)
-    if stage == "cpt":
-        values = {name: _value([text]) for name, text in DEFAULTS.items()} | values
+    defaults = {"cpt": DEFAULTS, "rl": DEFAULTS_RL}.get(stage, {})
+    values = {name: _value([text]) for name, text in defaults.items()} | values
     unread = _unread(script)
     if len(scales) > 1:
         unread["fp8"] = f"the launches differ in {SCALES}"
@@ -137,6 +98,8 @@ def from_script(path: Path) -> Imported:
         imported.notes.append(f"not carried over, as they depend on a condition or a loop: {listed}")
     missing = [name for name in script.sourced if not Path(name).is_file()]
     imported.notes += [f"{name}, which the script reads in, is not there" for name in missing]
+    if any(launch.garbled for launch in script.launches):
+        imported.notes.append("--runtime-env-json is no JSON as the script has it: the environment in it is not read")
     return imported
 
 
@@ -213,6 +176,8 @@ def _import(
         taken |= _cpt(values, found, fp32)
     elif stage == "sft":
         taken |= _sft(values, found, fp32)
+    else:
+        taken |= _rl(values, found, fp32, given)
     if isinstance(values.get("hf_checkpoint"), str):
         found.source = values["hf_checkpoint"]
         taken.add("hf_checkpoint")
@@ -250,7 +215,7 @@ def _cpt(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
 
 def _sft(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
     """Fills [sft.1], or [sft.2] when the script's name says so; returns the arguments that are accounted for."""
-    number: SftStage = "2" if re.search(r"stage[-_ ]?2", Path(found.origin).name, re.IGNORECASE) else "1"
+    number: SftStage = _number(found.origin)
     preset = load_preset(found.size).sft[number].model_dump()
     settings, taken = _settings(values, found, preset, CARRIED_SFT, ("cosine", "constant"), fp32)
     settings["max_tokens"] = min(preset["max_tokens"], settings.get("row_tokens", preset["row_tokens"]))
@@ -264,6 +229,74 @@ def _sft(values: dict[str, Any], found: Imported, fp32: bool) -> set[str]:
     if values.get("rollout_batch_size") == values.get("global_batch_size"):
         taken.add("rollout_batch_size")
     return taken
+
+
+def _rl(values: dict[str, Any], found: Imported, fp32: bool, given: set[str]) -> set[str]:
+    """Fills [rl.1] or [rl.2], as `_sft` does; returns the arguments that are accounted for."""
+    number: RlStage = _number(found.origin)
+    preset = load_preset(found.size).rl[number].model_dump()
+    silent = {name for name in SAME_RL if name not in given and name not in found.left}
+    values = values | {name: values[SAME_RL[name]] for name in silent if SAME_RL[name] in values}
+    settings, taken = _settings(values, found, preset, CARRIED_RL, ("cosine", "constant"), fp32)
+    for theirs, ours in WORDS_RL.items():
+        if values.get(theirs) in get_args(RlSettings.model_fields[ours].annotation):
+            settings[ours] = values[theirs]
+            taken.add(theirs)
+    for theirs, (ours, word, present, absent) in SWITCHES_RL.items():
+        value = values.get(theirs)
+        if value is None and theirs not in found.left:
+            settings[ours] = absent
+        elif value is True if word is None else str(value).rpartition(".")[2] == word:
+            settings[ours] = present
+            taken.add(theirs)
+    if values.get("use_kl_loss") is True:
+        taken.add("use_kl_loss")
+    elif settings.pop("kl_coef", 0):
+        settings["kl_coef"] = 0.0
+        found.left["kl_loss_coef"] = f"without --use-kl-loss slime takes no such loss ({values['kl_loss_coef']})"
+    if values.get("max_response_length") == values.get("rollout_max_response_len"):
+        taken.add("max_response_length")
+    taken |= {name for name, allowed in IMPLIED_RL.items() if name in values and values[name] in allowed}
+    _fit_rows(settings, preset, found)
+    own = {name: value for name, value in settings.items() if value != preset[name]}
+    for key, told in _wrong(preset | own):
+        if key:
+            found.notes.append(f"{told}; the preset's {preset[key]} is kept")
+            own.pop(key)
+    found.notes += [f"change [rl.{number}] before use: {told}" for _, told in _wrong(preset | own)]
+    if isinstance(values.get("prompt_data"), str):
+        own["data"] = values["prompt_data"]
+        taken.add("prompt_data")
+    words = values.get("eval_prompt_data")
+    if isinstance(words, list) and len(words) % 2 == 0 and len(set(words[::2])) == len(words) // 2:
+        own["eval_data"] = dict(zip(words[::2], words[1::2], strict=True))
+        taken.add("eval_prompt_data")
+    found.rl = {number: own}
+    return taken
+
+
+def _wrong(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """(setting, sentence) of what is wrong; no setting where several contradict each other."""
+    try:
+        RlSettings.model_validate(settings, strict=True)
+    except ValidationError as error:
+        return [(str(key[0]) if key else "", told) for key, told in problems(error, RlSettings)]
+    return []
+
+
+def _fit_rows(settings: dict[str, Any], preset: dict[str, Any], found: Imported) -> None:
+    """slime runs an answer that exceeds its tokens a GPU alone; a row of ours holds every prompt and answer."""
+    merged = preset | settings
+    longest = merged["max_prompt_tokens"] + merged["max_response_tokens"]
+    rows = -(-max(merged["row_tokens"], longest) // ALIGNMENT) * ALIGNMENT
+    if rows != merged["row_tokens"]:
+        settings["row_tokens"] = rows
+        found.notes.append(f"row_tokens is {rows}: a multiple of {ALIGNMENT} that holds a prompt and its answer")
+
+
+def _number(origin: str) -> Literal["1", "2"]:
+    """The stage that the name of a script says it is; the earlier one unless it says 2."""
+    return "2" if re.search(r"stage[-_ ]?2", Path(origin).name, re.IGNORECASE) else "1"
 
 
 def _settings(
@@ -283,6 +316,10 @@ def _settings(
         if made is not None:
             taken.add(theirs)
             settings[ours] = made
+    across = values.get("context_parallel_size")
+    if "row_tokens" in settings and isinstance(across, int) and across > 1:
+        settings["row_tokens"] *= across
+        found.notes.append(f"row_tokens is that of {across} GPUs, over which context parallelism spreads a row")
     style = str(values.get("lr_decay_style", "")).lower()
     if style in schedules:
         settings["schedule"] = style
@@ -328,12 +365,16 @@ def _data(values: dict[str, Any], found: Imported) -> set[str]:
 
 def _reason(name: str, value: Any, stage: str) -> str:
     shown = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-    if name in {"cpt": CARRIED, "sft": CARRIED_SFT}.get(stage, {}):
+    if name in {"cpt": CARRIED, "sft": CARRIED_SFT, "rl": CARRIED_RL}[stage]:
         return f"its value is no number that can be taken{shown and ' (' + shown.strip() + ')'}"
-    if name in IMPLIED:
-        return f"infir2 computes {name} = {IMPLIED[name][0]}, not{shown or ' this'}"
-    if "parallel" in name or name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):
+    implied = IMPLIED | IMPLIED_RL if stage == "rl" else IMPLIED
+    if name in implied:
+        return f"infir2 computes {name} = {implied[name][0]}, not{shown or ' this'}"
+    if stage == "rl" and name in WORDS_RL:
+        known = ", ".join(get_args(RlSettings.model_fields[WORDS_RL[name]].annotation))
+        return f"infir2 knows {known}, not{shown or ' this'}"
+    if "parallel" in name or name in LAYOUT:
         return f"how it is spread over GPUs is no setting of the project{shown and ' (' + shown.strip() + ')'}"
-    if stage == "rl":
-        return _NO_STAGE.format(stage=stage) + (f" ({shown.strip()})" if shown else "")
+    if stage != "cpt" and name == "ref_load":
+        return f"the weights training starts from: infir2 convert to-hf{shown} HF_DIR, then from = 'HF_DIR'"
     return f"no setting of infir2{shown and ' (' + shown.strip() + ')'}"

@@ -8,8 +8,10 @@ flag, neither value is taken. Here-documents are text, unless a shell reads them
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,8 +44,10 @@ class Launch:
         where: file and line.
         program: which of them.
         flags: name without dashes, words joined by underscores -> its values, in order; no value: an empty list.
-        variables: what was assigned before it, exported or not.
+        variables: what was assigned before it, exported or not, and the environment that Ray is told to give it; of
+            arrays also `NAME[@]`, their words quoted.
         place: the blocks that it stands in.
+        garbled: what Ray is told is no JSON.
     """
 
     where: str
@@ -51,6 +55,7 @@ class Launch:
     flags: dict[str, list[str]]
     variables: dict[str, str]
     place: Place
+    garbled: bool = False
 
     @property
     def conditional(self) -> bool:
@@ -278,8 +283,11 @@ class _Reader:
             variables = dict(self.variables)
             for match in matches:  # the environment of the program alone
                 _assign(match, variables)
-            flags = _flags(command[position + 1 :])
-            self.launches.append(Launch(f"{path.name}:{line}", names[position], flags, variables, self._place()))
+            environment = _environment(command[:position])
+            variables |= environment or {}
+            flags, where = _flags(command[position + 1 :]), f"{path.name}:{line}"
+            garbled = environment is None
+            self.launches.append(Launch(where, names[position], flags, variables, self._place(), garbled))
         else:
             shell = next((i for i, name in enumerate(names) if name in _SHELLS), None)
             self._documents(documents, shell is not None, path)
@@ -326,9 +334,21 @@ def _assignments(raw: list[str]) -> tuple[list[re.Match[str]], list[str]]:
 
 def _assign(match: re.Match[str], variables: dict[str, str]) -> None:
     name, more, value = match.groups()
-    found = words(value[1:-1] if value.startswith("(") and value.endswith(")") else value, variables)
-    text = " ".join(found)
+    array = value.startswith("(") and value.endswith(")")
+    found = words(value[1:-1] if array else value, variables)
+    text, before = " ".join(found), variables.pop(f"{name}[@]", "")
+    if array:
+        variables[f"{name}[@]"] = f"{before if more else ''} {shlex.join(found)}".strip()
     variables[name] = f"{variables.get(name, '')} {text}".strip() if more else text
+
+
+def _environment(command: list[str]) -> dict[str, str] | None:
+    """The variables in `ray job submit --runtime-env-json TEXT`; None when that is no JSON."""
+    given = _flags(command).get("runtime_env_json", ["{}"])
+    try:
+        return {name: str(value) for name, value in json.loads(given[0]).get("env_vars", {}).items()}
+    except (ValueError, AttributeError, IndexError, RecursionError):
+        return None
 
 
 def _flags(command: list[str]) -> dict[str, list[str]]:

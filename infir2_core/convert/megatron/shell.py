@@ -17,6 +17,7 @@ from dataclasses import dataclass
 _REDIRECTION = re.compile(r"(?:&>>?|<<<|<<-?|<>|>>|>&|>\||<&|>|<)[ \t]*")
 _SEPARATOR = re.compile(r"&&|\|\||\|&|;;&|;&|;;|[\n;|&]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')
 _BRACED = re.compile(r"(\w+)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
 UNREAD = re.compile(r"\$[({\d]|`")  # in a value: what only running the script would tell
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
@@ -208,14 +209,26 @@ def words(text: str, variables: dict[str, str]) -> list[str]:
     """The words of a statement with variables and arithmetic put in; single-quoted text is left alone.
 
     Raises:
-        ValueError: a quote is not closed.
+        ValueError: a quote is not closed, or there are more than `LONGEST` characters.
     """
+    text = _ARRAY.sub(lambda match: _array(match, variables), text)
+    if len(text) > LONGEST:
+        raise ValueError(f"a value has more than {LONGEST:,} characters")
     parts = re.split(r"('[^']*')", text)
-    return shlex.split("".join(part if part.startswith("'") else expand(part, variables) for part in parts))
+    return shlex.split("".join(part if part.startswith("'") else expand(part, variables, True) for part in parts))
 
 
-def expand(text: str, variables: dict[str, str]) -> str:
+def _array(match: re.Match[str], variables: dict[str, str]) -> str:
+    """What stands for `"${NAME[@]}"`: the words of an array, nothing when it is not set, else the text as it is."""
+    name = match[1]
+    return variables.get(f"{name}[@]", match[0] if name in variables else "")
+
+
+def expand(text: str, variables: dict[str, str], literal: bool = False) -> str:
     """`text` with variables and arithmetic put in; those that are not set are empty.
+
+    Args:
+        literal: double quotes and backslashes in values are escaped, so that they quote nothing.
 
     Raises:
         ValueError: that makes more than `LONGEST` characters.
@@ -226,11 +239,11 @@ def expand(text: str, variables: dict[str, str]) -> str:
         parts.append(text[position:start])
         end = start + 1
         if name := _NAME.match(text, end):
-            parts.append(variables.get(name[0], ""))
+            parts.append(_escaped(variables.get(name[0], ""), literal))
             end = name.end()
         elif text[end : end + 1] == "{":
             end = _brace_end(text, end)
-            parts.append(_braced(text[start:end], variables))
+            parts.append(_braced(text[start:end], variables, literal))
         else:
             parts.append("$")
         position = end
@@ -238,6 +251,10 @@ def expand(text: str, variables: dict[str, str]) -> str:
     if len(text) > LONGEST:
         raise ValueError(f"a value has more than {LONGEST:,} characters")
     return _ARITHMETIC.sub(lambda match: _arithmetic(match[1], variables), text)
+
+
+def _escaped(value: str, literal: bool) -> str:
+    return re.sub(r'(["\\])', r"\\\1", value) if literal else value
 
 
 def _brace_end(text: str, start: int) -> int:
@@ -250,15 +267,15 @@ def _brace_end(text: str, start: int) -> int:
     return len(text)
 
 
-def _braced(text: str, variables: dict[str, str]) -> str:
+def _braced(text: str, variables: dict[str, str], literal: bool) -> str:
     """The value of `${NAME}`, `${NAME:-default}` or `${NAME:=default}`; other expansions stay as they are."""
     match = _BRACED.fullmatch(text[2:-1])
     if match is None or (match[1][0].isdigit() and match[2] is None):
         return text
     name, kind, fallback = match.groups()
     if kind is None or variables.get(name) or (":" not in kind and name in variables):
-        return variables.get(name, "")
-    value = expand(fallback, variables)
+        return _escaped(variables.get(name, ""), literal)
+    value = expand(fallback, variables, literal)
     if kind.endswith("="):
         variables[name] = value
     return value
