@@ -255,7 +255,7 @@ def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: in
         share = f"{report.bad_records:,} of {report.records:,} records are bad, more than {max_bad_share:.2%}"
         raise InputError(f"{share}. {firsts}", where, "mend them, or allow a larger share: --max-bad-share 0.05")
     if not report.samples:
-        long = f"too long ({report.dropped:,}), {report.too_long}: above {max_tokens:,} tokens" if report.dropped else ""
+        long = f"too long ({report.dropped:,}), {report.too_long}: longer than {max_tokens:,} tokens" if report.dropped else ""
         hint = "raise --max-tokens, or --too-long truncate" if report.dropped else "mend them"
         raise InputError(f"no sample is left. {'; '.join(filter(None, [long, firsts]))}", where, hint)
 

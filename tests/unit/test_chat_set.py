@@ -156,7 +156,7 @@ def test_too_long_samples(tmp_path: Path) -> None:
     assert (len(cut), cut.report.dropped, cut.report.truncated) == (2, 1, 1)
     sample = cut.sample(1)
     assert len(sample.weights) == 40 and sample.weights.sum() == 41 - prompt
-    with pytest.raises(InputError, match=r"no sample is left. too long \(3\), a.jsonl, line 1: above 4 tokens"):
+    with pytest.raises(InputError, match=r"no sample is left. too long \(3\), a.jsonl, line 1: longer than 4 tokens"):
         opened(path, max_tokens=4)
 
 
