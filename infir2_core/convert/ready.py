@@ -140,12 +140,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _load_histories(model: Decoder, found: Found, recipe: Recipe) -> None:
     """Under delayed scaling, scales follow from amaxes of earlier training steps."""
-    states = {
-        f"quant/{name}.{operand}.{key}": tensor
-        for name, layer in model.linears()
-        for operand, state in layer.quant_state.items()
-        for key, tensor in state.items()
-    }
+    states = model.quantiser_tensors()
     if not states:
         return
     weights = found.weights

@@ -146,13 +146,13 @@ class NativeEngine:
 
         Gradients and quantiser state are left as they were.
         """
-        kept = {name: tensor.clone() for name, tensor in self._quantiser_tensors().items()}
+        kept = {name: tensor.clone() for name, tensor in self.model.quantiser_tensors().items()}
         ledger.start()
         moved = batch.to(self.ranks.device)
         self.model.loss(moved, moved.weights_T)[0].backward()  # type: ignore[no-untyped-call]
         counts = ledger.stop()
         self.model.zero_grad(set_to_none=True)
-        for name, tensor in self._quantiser_tensors().items():
+        for name, tensor in self.model.quantiser_tensors().items():
             tensor.copy_(kept[name])
         self.model.nonfinite_values.zero_()
         for _, layer in self.model.linears():
@@ -167,7 +167,7 @@ class NativeEngine:
             for name, rows in self.model.hf_layout().items():
                 if rows.parameter in tensors:
                     named[f"{kind}/{name}"] = tensors[rows.parameter][rows.start : rows.stop]
-        named |= self._quantiser_tensors()
+        named |= self.model.quantiser_tensors()
         named["rng/cpu"] = torch.get_rng_state()
         if self.ranks.device.startswith("cuda"):
             named["rng/cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -218,11 +218,3 @@ class NativeEngine:
                 torch.cuda.set_rng_state(tensors["rng/cuda"], self.ranks.device)
         for _, layer in self.model.linears():
             layer.drop_codes()
-
-    def _quantiser_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"quant/{name}.{operand}.{key}": tensor
-            for name, layer in self.model.linears()
-            for operand, state in layer.quant_state.items()
-            for key, tensor in state.items()
-        }

@@ -184,6 +184,15 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 yield name, module
 
+    def quantiser_tensors(self) -> dict[str, Tensor]:
+        """State of quantisers that remember earlier steps, live, under the names that checkpoints give it."""
+        return {
+            f"quant/{name}.{operand}.{key}": tensor
+            for name, layer in self.linears()
+            for operand, state in layer.quant_state.items()
+            for key, tensor in state.items()
+        }
+
     def refillable(self) -> dict[str, Prepared]:
         """Parameter name -> prepared weight that an optimizer may overwrite together with its master."""
         found = {f"{name}.weight": layer.refillable() for name, layer in self.linears()}
