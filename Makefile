@@ -45,7 +45,7 @@ demo-sft: $(STAMP)
 	$(BIN)/python benchmarks/demo_sft.py runs/demo-sft-1 runs/demo-sft-2
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
