@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -102,50 +103,44 @@ class TrainingView:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class BytesBar:
+class _Bar:
+    """One bar, shown while the `with` lasts: on a terminal only, and on stderr in `--json` mode."""
+
+    def __init__(self, what: str, *columns: ProgressColumn) -> None:
+        console = output.console()
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+class BytesBar(_Bar):
     """A progress bar over bytes for work that reads and writes files, as a context manager.
 
     On a terminal only, and on stderr in `--json` mode.
     """
 
     def __init__(self, what: str) -> None:
-        console = output.console()
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        hidden = not console.is_terminal
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden)
-        self._task = self._bar.add_task(what, total=None)
-
-    def __enter__(self) -> BytesBar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        super().__init__(what, *columns, TimeRemainingColumn())
 
     def update(self, done: int, total: int, what: str | None = None) -> None:
         """`done` of `total` bytes; `what` replaces the text before the bar."""
         self._bar.update(self._task, completed=done, total=total, description=what)
 
 
-class RecordsBar:
+class RecordsBar(_Bar):
     """A count of records read, while data of unknown length is; on a terminal only, on stderr in `--json` mode."""
 
     def __init__(self, what: str) -> None:
-        console = output.console()
-        columns = (SpinnerColumn(), TextColumn("{task.description}  {task.completed:,} records"))
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(what, total=None)
-
-    def __enter__(self) -> RecordsBar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        super().__init__(what, SpinnerColumn(), TextColumn("{task.description}  {task.completed:,} records"))
 
     def update(self, done: int) -> None:
         """`done` records so far."""
