@@ -20,7 +20,10 @@ from ..errors import InputError
 
 T = TypeVar("T")
 STRIP = 1 << 18  # elements of a strip that a CPU computes with: its temporaries stay in the cache
-PASSING = 1 << 20  # of one that is only looked at or copied: fewer turns of the interpreter
+WORKERS = min(8, os.cpu_count() or 1)
+# Elements of one that is only looked at or copied: large, for fewer turns of the interpreter, but a machine of many
+# cores holds no more in memory than one of two.
+PASSING = (1 << 21) // max(2, WORKERS)
 DEVICE_STRIP = 1 << 26  # on a GPU: large enough to fill it
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -56,12 +59,13 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_parallel(work: Callable[[T], int], items: Iterable[T], done: Callable[[int], None], workers: int = 0) -> None:
+def in_parallel(
+    work: Callable[[T], int], items: Iterable[T], done: Callable[[int], None], workers: int = WORKERS
+) -> None:
     """Calls `work` on every item, a few at a time; `done` gets what each call returned, in this thread.
 
     The first exception ends everything and is raised here.
     """
-    workers = workers or min(8, os.cpu_count() or 1)
     with _one_thread_each(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pending: set[Future[int]] = set()
         try:

@@ -138,12 +138,15 @@ def _write_file(path: Path, batch: list[Job], weights: Weights) -> list[list[Any
     items = []
     with path.open("wb") as file:
         for job in batch:
-            parts = [weights.rows(*source) for source in job.sources]
-            tensor = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(job.sizes)
-            items.append([job.name, job.shape, job.offsets, job.sizes, *_save(tensor, file)])
+            items.append([job.name, job.shape, job.offsets, job.sizes, *_save(_piece(job, weights), file)])
         file.flush()
         os.fsync(file.fileno())
     return items
+
+
+def _piece(job: Job, weights: Weights) -> Tensor:
+    parts = [weights.rows(*source) for source in job.sources]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(job.sizes)
 
 
 def _save(value: Tensor | list[Any] | dict[str, Any], file: Any) -> tuple[int, int]:
