@@ -12,9 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .kept import keep_flash_attention
+
+keep_flash_attention()
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # type: ignore[import-not-found]  # noqa: E402
 
 # Said while each kernel compiles; it concerns an argument that is not used here.
 warnings.filterwarnings("ignore", message="Argument aux_data")

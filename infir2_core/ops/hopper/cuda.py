@@ -1,7 +1,7 @@
 """CUDA kernels compiled when they are first needed, by the NVRTC that every CUDA build of torch brings.
 
 Nothing but torch and the driver is needed on the user's machine: no compiler, no headers, no built extension. Compiled
-code is kept in ~/.cache/infir2 (XDG_CACHE_HOME), so that later processes start at once. Sources lie in cuda/; constants
+code is kept (`kept`), so that later processes start at once. Sources lie in cuda/; constants
 are defines, so that one source gives a kernel for each combination that is used.
 """
 
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from .kept import kept
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURE = "sm_90a"
@@ -104,15 +106,15 @@ def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...], again: 
     """Machine code of a source, from the cache (not if `again`) or from NVRTC."""
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines)]
     key = hashlib.sha256("\0".join([text, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infir2" / f"{key}.cubin"
-    if kept.is_file() and not again:
-        return kept.read_bytes()
+    file = kept() / f"{key}.cubin"
+    if file.is_file() and not again:
+        return file.read_bytes()
     code = _compile(text, name, options)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        aside = kept.with_suffix(f".{os.getpid()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
         aside.write_bytes(code)
-        aside.replace(kept)  # several ranks may compile the same kernel at once
+        aside.replace(file)  # several ranks may compile the same kernel at once
     except OSError:
         pass  # a home that cannot be written costs a second at each start, nothing else
     return code
