@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from infir2_core.errors import Infir2Error, InputError, MachineError
+from infir2_core.errors import NO_ROOM, Infir2Error, InputError, MachineError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -176,7 +176,7 @@ def report_error(error: Infir2Error) -> None:
 def from_os_error(error: OSError) -> Infir2Error | None:
     """The user's error behind a failed system call (full disk, no permission, no such path); None for anything else."""
     where = str(error.filename) if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         return MachineError("no room left on the disk", where, "free some space or choose another folder")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return InputError("no permission to read or write here", where, "choose a folder you own, or change its mode")

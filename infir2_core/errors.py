@@ -10,9 +10,12 @@ Exit codes: 0 done, 1 our bug, 2 usage, 3 bad input or config, 4 the machine lac
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 STOPPED = 75
+# What the system says when there is no room: a full disk, a quota, a limit on the size of files.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Infir2Error(Exception):

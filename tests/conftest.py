@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_start import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 # Read by OpenMP when torch is imported, so they are set before any test module is: the same sums in every run, and two
@@ -65,17 +66,16 @@ def run_cli() -> RunCli:
     Keyword arguments: `cwd`, `env` (added to the environment), `timeout` in seconds.
     """
 
+    warm = WarmPython()
+
     def run(
         *args: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        return subprocess.run(
-            [sys.executable, "-m", "infir2_cli", *map(str, args)],
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        words, wanted = [str(word) for word in args], {**os.environ, "PYTHONPATH": path, **(env or {})}
+        if warm.fits(wanted):
+            return warm.run_module("infir2_cli", words, cwd, wanted, timeout)
+        command = [sys.executable, "-m", "infir2_cli", *words]
+        return subprocess.run(command, cwd=cwd, env=wanted, capture_output=True, text=True, timeout=timeout)
 
     return run

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import Infir2Error, InputError
+from ..errors import NO_ROOM, Infir2Error, InputError
 
 JOURNAL, PLAN = ".infir2", "plan.json"
 MARGIN = 1 << 20  # room asked for beside the files: index, configs, directory blocks
@@ -108,7 +108,7 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
             self._unlock()
             needed = self._nbytes - sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
             raise no_room(self.out, needed, shutil.disk_usage(self.path).free) from error

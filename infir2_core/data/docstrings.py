@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from infir2_core.data.chat_set import epoch_order
@@ -37,7 +38,7 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0, dry_run: bool
     Raises:
         InputError: `out` cannot be written.
     """
-    found = list(_answered())
+    found = _answered()
     questions: dict[str, tuple[str, str]] = {}
     seen: set[str] = set()
     for name, question, answer in found:
@@ -67,7 +68,12 @@ def _line(name: str, question: str, answer: str) -> str:
     return json.dumps({"id": name, "messages": messages}, ensure_ascii=False) + "\n"
 
 
-def _answered() -> Iterator[tuple[str, str, str]]:
+@cache  # parsing the whole library takes seconds
+def _answered() -> tuple[tuple[str, str, str], ...]:
+    return tuple(_find_answered())
+
+
+def _find_answered() -> Iterator[tuple[str, str, str]]:
     """(qualified name, question, answer) of every function with a docstring that fits, in the order of the files."""
     for file in find_files([STDLIB]):
         try:

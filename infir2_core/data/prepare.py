@@ -16,7 +16,6 @@ order from the run's seed, and its train/validation/test split takes documents i
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -36,7 +35,7 @@ from infir2_core.data.parts import FORMAT, Part, Progress, Settings, Tokenising,
 from infir2_core.data.prefixes import strip_suffix
 from infir2_core.data.sources import COMPRESSED, SMALLEST, SourceFile, find_files, read_blocks
 from infir2_core.data.tokenizer import BYTE, Tokenizer, load_tokenizer
-from infir2_core.errors import InputError, MachineError
+from infir2_core.errors import NO_ROOM, InputError, MachineError
 
 
 def default_workers() -> int:
@@ -265,7 +264,7 @@ def _file_errors(prefix: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = str(error.filename or prefix.parent)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             hint = "free some space and type the same command again: it continues where it stopped"
             raise MachineError("no room left on disk", where, hint) from None
         raise InputError(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Infir2Error, InputError, MachineError, nearest
+from ..errors import NO_ROOM, Infir2Error, InputError, MachineError, nearest
 from . import manifest
 from .fault_points import fault_point
 from .shards import DTYPES, NAMES, Shard, ShardFile, size_of, write_file
@@ -233,7 +233,7 @@ class CheckpointStore:
         where = f"{self.folder / job.name}: {error.strerror}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return InputError("no permission to write a checkpoint", where, f"make {self.folder} writable")
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_ROOM:
             return MachineError("writing a checkpoint failed", where)
         probe = next((p for p in (self.folder, *self.folder.parents) if p.exists()), Path("/"))
         needed, free = size_of(job.tensors) + MARGIN, shutil.disk_usage(probe).free

@@ -81,6 +81,7 @@ def test_anything_else_is_our_bug_with_a_traceback_only_on_debug(capsys: pytest.
     ("number", "code", "words"),
     [
         (errno.ENOSPC, 4, "no room left"),
+        (errno.EFBIG, 4, "no room left"),
         (errno.EACCES, 3, "no permission"),
         (errno.EROFS, 3, "no permission"),
         (errno.ENOENT, 3, "no such file"),
