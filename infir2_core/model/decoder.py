@@ -59,6 +59,7 @@ class Block(nn.Module):
 
         self.norm1 = nn.Parameter(torch.ones(shape.hidden))
         self.qkv = linear("qkv", shape.hidden, q + 2 * kv, bias=True)
+        self.qkv.bias_elsewhere = True
         self.o = linear("o", q, shape.hidden)
         self.norm2 = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = linear("gate_up", shape.hidden, 2 * shape.ffn)
@@ -78,7 +79,8 @@ class Block(nn.Module):
         """x + delta, and the attention half's contribution to it."""
         s = self.shape
         x_TD, qkv = norm_linear(x_TD, delta_TD, self.norm1, self.qkv, s.norm_eps)
-        heads = rope_qkv(qkv, cos, sin, s.head_dim, s.heads + s.kv_heads)
+        assert self.qkv.bias is not None
+        heads = rope_qkv(qkv, self.qkv.bias, cos, sin, s.head_dim, s.heads + s.kv_heads)
         out = attention(heads, s.heads, s.kv_heads, lengths)
         return x_TD, self.o(out.reshape(-1, s.heads * s.head_dim))
 

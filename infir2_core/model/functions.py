@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..ops import fused
-from ..ops.reference.elementwise import rope
 from ..ops.reference.matmul import Operand
 from .gradients import accumulate
 from .linear import Linear, pack, unpack
@@ -105,34 +104,36 @@ def norm_of_sum(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, eps: 
     return _NormOfSum.apply(x_TD, delta_TD, norm, eps)  # type: ignore[no-any-return]
 
 
-class _RopeInPlace(torch.autograd.Function):
+class _RopeHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int, rotated: int) -> Tensor:
-        ctx.mark_dirty(qkv)
+    def forward(
+        ctx: Any, qkv: Tensor, bias: nn.Parameter, cos: Tensor, sin: Tensor, head_dim: int, rotated: int
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.heads = head_dim, rotated
-        fused.rotate_(qkv.view(len(qkv), -1, head_dim), cos, sin, rotated)
+        ctx.bias, ctx.sizes = bias, (head_dim, rotated)
+        made = fused.rope(qkv.view(len(qkv), -1, head_dim), bias, cos, sin, rotated)
+        if made.data_ptr() != qkv.data_ptr():
+            return made.flatten(1)
+        ctx.mark_dirty(qkv)
         return qkv
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        head_dim, rotated = ctx.heads
+        head_dim, rotated = ctx.sizes
         grad = grads[0].contiguous()  # concatenated for this op alone, so it may be changed
-        fused.rotate_(grad.view(len(grad), -1, head_dim), cos, sin, rotated, backward=True)
-        return grad, None, None, None, None
+        grad, grad_bias = fused.rope_backward(grad.view(len(grad), -1, head_dim), cos, sin, rotated)
+        accumulate(ctx.bias, grad_bias)
+        return grad.flatten(1), None, None, None, None, None
 
 
-def rope_qkv(qkv: Tensor, cos_T: Tensor, sin_T: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """[T, heads, head_dim] of a projection [T, heads * head_dim], its first `rotated` heads turned by rotary embedding,
-    in place where a kernel can.
+def rope_qkv(qkv: Tensor, bias: nn.Parameter, cos_T: Tensor, sin_T: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """[T, heads, head_dim] of a projection [T, heads * head_dim] without its bias: that added, and the first `rotated`
+    heads turned by rotary embedding, in place where a kernel can.
     """
-    if fused.rotates(qkv, head_dim):
-        turned = _RopeInPlace.apply(qkv, cos_T, sin_T, head_dim, rotated)
-        return turned.view(len(qkv), -1, head_dim)  # type: ignore[no-any-return]
-    heads = qkv.view(len(qkv), -1, head_dim)
-    return torch.cat([rope(heads[:, :rotated], cos_T, sin_T), heads[:, rotated:]], 1)
+    made = _RopeHeads.apply(qkv, bias, cos_T, sin_T, head_dim, rotated)
+    return made.view(len(qkv), -1, head_dim)  # type: ignore[no-any-return]
 
 
 class _FeedForward(torch.autograd.Function):

@@ -58,7 +58,8 @@ class Linear(nn.Module):
     """y = x . w^T + b with w [out, in] in `kept` and b float32 [out] or None, computed in `dtype`.
 
     `saved_output` is how a function that needs y in its backward keeps it: None for as it is. With `rebuilt_input`, a
-    function that makes x makes it again in its backward instead of keeping codes of it.
+    function that makes x makes it again in its backward instead of keeping codes of it. With `bias_elsewhere`, a
+    function that reads y adds the bias and its gradient.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
         self.operands, self.dtype = operands, dtype
         self.saved_output: QSpec | None = None
-        self.rebuilt_input = False
+        self.rebuilt_input = self.bias_elsewhere = False
         self.quant_state: dict[str, State] = {}
         self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self._cached: tuple[int, Operand, Operand | None] | None = None
@@ -142,8 +143,8 @@ class Linear(nn.Module):
         return Wanted(plan, plain, state, self.nonfinite_values if training and counted else None)
 
     def fprop(self, x: Operand, training: bool) -> Tensor:
-        """x . w^T + b for the row operand of x."""
-        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        """x . w^T + b for the row operand of x; without b with `bias_elsewhere`."""
+        bias = None if self.bias is None or self.bias_elsewhere else self.bias.detach().to(self.dtype)
         return self._watched("output", matmul("fprop", x, self.fprop_weight(), self.dtype, bias), training)
 
     def dgrad(self, g: Made) -> Tensor:
@@ -180,7 +181,7 @@ class Linear(nn.Module):
             made = matmul("wgrad", g.col_operand(), x, torch.float32, total=total)
             if total is None:
                 accumulate(self.weight, made)
-        if self.bias is not None and self.bias.requires_grad:
+        if self.bias is not None and self.bias.requires_grad and not self.bias_elsewhere:
             accumulate(self.bias, grad.sum(0, dtype=torch.float32))
 
     def _watched(self, kind: str, tensor: Tensor, training: bool = True) -> Tensor:

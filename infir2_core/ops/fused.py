@@ -149,17 +149,27 @@ def dequantized(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     return operand.dequantize(dtype) if operand.exact_in_bf16 else operand.dequantize().to(dtype)
 
 
-def rotates(qkv: Tensor, head_dim: int) -> bool:
-    """Whether `rotate_` takes this tensor: halves of heads must be powers of two."""
-    half = head_dim // 2
-    return dispatch.fast(qkv) and qkv.dtype == torch.bfloat16 and half & (half - 1) == 0
+def rope(heads_THd: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+    """Bias and rotary embedding; in place where the kernel runs. Arguments as `reference.rope_heads`."""
+    if _rotates(heads_THd):
+        from .hopper.rope_heads import rotate_
+
+        return rotate_(heads_THd, bias, cos, sin, rotated)
+    return reference.rope_heads(heads_THd, bias, cos, sin, rotated)
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, backward: bool = False) -> Tensor:
-    """Rotary embedding in place: hopper/rope_heads.py."""
-    from .hopper.rope_heads import rotate_ as kernel
+def rope_backward(grad_THd: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
+    """Gradients for the heads, in place where the kernel runs, and for the bias: `reference.rope_heads_backward`."""
+    if _rotates(grad_THd):
+        from .hopper.rope_heads import rotate_backward_
 
-    return kernel(qkv, cos, sin, rotated, backward)
+        return rotate_backward_(grad_THd, cos, sin, rotated)
+    return reference.rope_heads_backward(grad_THd, cos, sin, rotated)
+
+
+def _rotates(heads_THd: Tensor) -> bool:
+    half = heads_THd.shape[-1] // 2
+    return dispatch.fast(heads_THd) and heads_THd.dtype == torch.bfloat16 and half & (half - 1) == 0
 
 
 def _counter(x: Tensor, wanted: Wanted) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from infir2_core.ops import dispatch, fused
 from infir2_core.ops.reference import adam
 from infir2_core.ops.reference import elementwise as plainly
-from infir2_core.ops.reference.elementwise import rope, rope_tables
+from infir2_core.ops.reference.elementwise import rope_tables
 from infir2_core.ops.reference.loss import softmax_gradient_
 from infir2_core.ops.reference.moments import split
 from infir2_core.ops.reference.quantize import QTensor, quantize, shifted
@@ -341,21 +341,27 @@ def test_any_mixture_of_specs_gives_what_the_reference_gives(
                 assert (difference > 0).float().mean() <= 2e-3
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_rope_in_place(backward: bool) -> None:
-    heads, kv, width, tokens = 3, 1, 64, 40
-    qkv = normal(tokens, (heads + 2 * kv) * width, 11).view(tokens, heads + 2 * kv, width)
+@pytest.mark.parametrize(("heads", "kv"), [(3, 1), (12, 2), (7, 7)])
+def test_rope_and_bias_in_place(heads: int, kv: int) -> None:
+    width, tokens, rotated = 64, 43, heads + kv
+    qkv = normal(tokens, (rotated + kv) * width, 11).view(tokens, rotated + kv, width)
+    bias = normal(1, (rotated + kv) * width, 12).float().flatten() * 3 + 0.001  # not what bf16 holds
     cos, sin = rope_tables(torch.arange(tokens, device=DEVICE), width, 1e6)
-    leaf = qkv[:, : heads + kv].clone().requires_grad_()
-    expected = rope(leaf, cos, sin)
-    if backward:
-        expected.backward(qkv[:, : heads + kv])
-        assert leaf.grad is not None
-        expected = leaf.grad
-    values = qkv[:, heads + kv :].clone()
-    made = rope_heads.rotate_(qkv, cos, sin, heads + kv, backward)
-    assert torch.equal(made[:, : heads + kv], expected.detach())
-    assert torch.equal(made[:, heads + kv :], values)
+    expected = plainly.rope_heads(qkv, bias, cos, sin, rotated)
+    assert torch.equal(rope_heads.rotate_(qkv.clone(), bias, cos, sin, rotated), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 700, 1025])  # a program takes 1, 1, 2 and 4 tokens, the last fewer
+def test_rope_backward_in_place_and_the_gradient_of_the_bias(tokens: int) -> None:
+    heads, kv, width = 3, 2, 32
+    grad = normal(tokens, (heads + 2 * kv) * width, 13).view(tokens, heads + 2 * kv, width)
+    cos, sin = rope_tables(torch.arange(tokens, device=DEVICE), width, 1e6)
+    expected, summed = plainly.rope_heads_backward(grad, cos, sin, heads + kv)
+    made, bias = rope_heads.rotate_backward_(grad.clone(), cos, sin, heads + kv)
+    assert torch.equal(made, expected)
+    exact = expected.double().sum(0).flatten()
+    bound = tokens * 2.0**-24 * expected.double().abs().sum(0).flatten()  # of any order of float32 additions
+    assert ((bias.double() - exact).abs() <= bound).all() and ((summed.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("vocab", [260, 20000])

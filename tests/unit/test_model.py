@@ -15,7 +15,8 @@ from infir2_core.ops.reference.elementwise import (
     add_rstd,
     norm,
     norm_backward,
-    rope,
+    rope_heads,
+    rope_heads_backward,
     rope_tables,
     swiglu_backward,
     swiglu_product,
@@ -357,8 +358,12 @@ def test_elementwise_backwards_equal_autograd() -> None:
         return torch.cat([pairs.real, pairs.imag], -1)
 
     x, g = torch.randn(6, 3, 8), torch.randn(6, 3, 8)
-    theirs, mine = plainly(plain_rope, g, x), plainly(lambda x: rope(x, cos, sin), g, x)
-    same((mine[0], theirs[0]), (mine[1][0], theirs[1][0]))
+    b = torch.randn(24)
+    out, (grad_x, grad_b) = plainly(
+        lambda x, b: torch.cat([plain_rope((x + b.view(3, 8))[:, :2]), (x + b.view(3, 8))[:, 2:]], 1), g, x, b
+    )
+    ours = rope_heads_backward(g, cos, sin, 2)
+    same((rope_heads(x, b, cos, sin, 2), out), (ours[0], grad_x), (ours[1], grad_b))
 
 
 def test_same_seed_same_weights_and_scaled_outputs() -> None:

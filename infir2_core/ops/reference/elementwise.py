@@ -1,11 +1,9 @@
-"""RMSNorm and SwiGLU, forward and backward, as plain functions, and rotary embedding as an autograd op.
+"""RMSNorm, SwiGLU and rotary embedding, forward and backward, as plain functions.
 
 Each computes in float32 and rounds once to the dtype of its input, where an unfused kernel would store.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,24 +65,28 @@ def rope_tables(positions_T: Tensor, head_dim: int, base: float) -> tuple[Tensor
     return angle.cos().float(), angle.sin().float()
 
 
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+def rope_heads(heads_THd: Tensor, bias: Tensor, cos_T: Tensor, sin_T: Tensor, rotated: int) -> Tensor:
+    """heads + bias, where each of the first `rotated` heads of a token is turned by rotary embedding: its (first half,
+    second half) pairs, the layout Qwen2 uses.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
+    Args:
+        heads_THd: [T, heads, head_dim]; queries, then keys, then values.
+        bias: float32 [heads * head_dim], rounded to the dtype of the heads before use.
+        cos_T: float32 [T, head_dim / 2].
+        sin_T: likewise.
+        rotated: query and key heads.
+    """
+    biased = heads_THd.float() + bias.to(heads_THd.dtype).float().view(heads_THd.shape[1:])
+    return _turned(biased, cos_T, sin_T, rotated).to(heads_THd.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.float().chunk(2, -1)
+def rope_heads_backward(grad_THd: Tensor, cos_T: Tensor, sin_T: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
+    """Gradients of `rope_heads` for the heads and, float32 [heads * head_dim], for the bias."""
+    grad = _turned(grad_THd.float(), cos_T, -sin_T, rotated).to(grad_THd.dtype)
+    return grad, grad.sum(0, dtype=torch.float32).flatten()
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+    low, high = x[:, :rotated].chunk(2, -1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
-
-
-def rope(x_THd: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
-    """Rotates each head's (first half, second half) pairs, the layout Qwen2 uses. [T, H, head_dim] in and out."""
-    return _Rope.apply(x_THd, cos_T, sin_T)  # type: ignore[no-any-return]
+    return torch.cat([torch.cat([low * cos - high * sin, high * cos + low * sin], -1), x[:, rotated:]], 1)
