@@ -177,7 +177,11 @@ def from_os_error(error: OSError) -> Infir2Error | None:
     """The user's error behind a failed system call (full disk, no permission, no such path); None for anything else."""
     where = str(error.filename) if error.filename else ""
     if error.errno in NO_ROOM:
-        return MachineError("no room left on the disk", where, "free some space or choose another folder")
+        return MachineError(
+            "no room left on the disk (or, by ulimit -f, in this file)",
+            where,
+            "free some space or choose another folder",
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return InputError("no permission to read or write here", where, "choose a folder you own, or change its mode")
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):

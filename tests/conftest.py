@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,22 +60,28 @@ def _has_gpu() -> bool:
 
 
 @pytest.fixture(scope="session")
-def run_cli() -> RunCli:
+def run_cli() -> Iterator[RunCli]:
     """`run_cli("env", "check", cwd=tmp_path)`: the command in a process of its own, output captured as text.
 
-    Keyword arguments: `cwd`, `env` (added to the environment), `timeout` in seconds.
+    Keyword arguments: `cwd`, `env` (added to the environment), `timeout` in seconds, `cold` to start Python instead of
+    forking a process that has imported torch.
     """
 
     warm = WarmPython()
 
     def run(
-        *args: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 300
+        *args: object,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 300,
+        cold: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         words, wanted = [str(word) for word in args], {**os.environ, "PYTHONPATH": path, **(env or {})}
-        if warm.fits(wanted):
+        if not cold and warm.fits(wanted):
             return warm.run_module("infir2_cli", words, cwd, wanted, timeout)
         command = [sys.executable, "-m", "infir2_cli", *words]
         return subprocess.run(command, cwd=cwd, env=wanted, capture_output=True, text=True, timeout=timeout)
 
-    return run
+    yield run
+    warm.close()

@@ -27,7 +27,7 @@ LIBRARIES = (gemm.CUBLASLT, gemm.DEEPGEMM)
 
 
 def shapes(model: ModelShape, tokens: int) -> list[dict[str, Any]]:
-    """kind, m, n and k of every FP8 GEMM without a bias in a step of `tokens` tokens, each once."""
+    """kind, m, n and k of every FP8 GEMM in a step of `tokens` tokens, each once."""
     found = []
     for inputs, outputs in linears(model).values():
         found += [("2d", tokens, outputs, inputs), ("2d", tokens, inputs, outputs), ("1d", outputs, inputs, tokens)]

@@ -266,7 +266,7 @@ def _file_errors(prefix: Path) -> Iterator[None]:
         where = str(error.filename or prefix.parent)
         if error.errno in NO_ROOM:
             hint = "free some space and type the same command again: it continues where it stopped"
-            raise MachineError("no room left on disk", where, hint) from None
+            raise MachineError("no room left on disk (or, by ulimit -f, in this file)", where, hint) from None
         raise InputError(
             f"cannot read or write here: {error.strerror or error}",
             where,

@@ -59,7 +59,6 @@ class Block(nn.Module):
 
         self.norm1 = nn.Parameter(torch.ones(shape.hidden))
         self.qkv = linear("qkv", shape.hidden, q + 2 * kv, bias=True)
-        self.qkv.bias_elsewhere = True
         self.o = linear("o", q, shape.hidden)
         self.norm2 = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = linear("gate_up", shape.hidden, 2 * shape.ffn)

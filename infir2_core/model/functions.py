@@ -40,7 +40,6 @@ class _NormLinear(torch.autograd.Function):
         delta: Tensor | None,
         norm: nn.Parameter,
         weight: Tensor,
-        bias: Tensor | None,
         layer: Linear,
         eps: float,
         training: bool,
@@ -62,10 +61,10 @@ class _NormLinear(torch.autograd.Function):
         residual, grad = grads[0].contiguous(), grads[1].contiguous()
         g = fused.make(grad, layer.wanted("g"))
         grad_normed = layer.dgrad(g)
-        layer.wgrad(g, _normed_columns(layer, ctx, total, rstd, saved), grad)
+        layer.wgrad(g, _normed_columns(layer, ctx, total, rstd, saved))
         grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
         accumulate(ctx.norm, grad_norm)
-        return grad_x, grad_x if ctx.added else None, None, None, None, None, None, None
+        return grad_x, grad_x if ctx.added else None, None, None, None, None, None
 
 
 def norm_linear(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, layer: Linear, eps: float) -> Pair:
@@ -79,7 +78,7 @@ def norm_linear(x_TD: Tensor, delta_TD: Tensor | None, norm: nn.Parameter, layer
         eps: of the norm.
     """
     training = torch.is_grad_enabled()
-    return _NormLinear.apply(x_TD, delta_TD, norm, layer.weight, layer.bias, layer, eps, training)  # type: ignore[no-any-return]
+    return _NormLinear.apply(x_TD, delta_TD, norm, layer.weight, layer, eps, training)  # type: ignore[no-any-return]
 
 
 class _NormOfSum(torch.autograd.Function):
@@ -175,10 +174,10 @@ class _FeedForward(torch.autograd.Function):
         grad_product = down.dgrad(g)
         again = down.wanted("x", row=False, counted=down.operands.fprop_x is None)
         inner, product = fused.swiglu_backward(grad_product, unpack(ctx.kept, tuple(kept)), gate_up.wanted("g"), again)
-        down.wgrad(g, down.wgrad_input(down.kept_input(product)), grad)
+        down.wgrad(g, down.wgrad_input(down.kept_input(product)))
         del grad_product, product
         grad_normed = gate_up.dgrad(inner)
-        gate_up.wgrad(inner, _normed_columns(gate_up, ctx, total, rstd, saved), grad)
+        gate_up.wgrad(inner, _normed_columns(gate_up, ctx, total, rstd, saved))
         grad_x, grad_norm = fused.norm_backward(grad_normed, total, rstd, ctx.norm, residual)
         accumulate(ctx.norm, grad_norm)
         return grad_x, grad_x, None, None, None, None, None, None, None

@@ -55,11 +55,11 @@ Watch = Callable[[str, Tensor, bool], Tensor | None]
 
 
 class Linear(nn.Module):
-    """y = x . w^T + b with w [out, in] in `kept` and b float32 [out] or None, computed in `dtype`.
+    """y = x . w^T with w [out, in] in `kept`, computed in `dtype`.
 
+    A bias, float32 [out], is only kept here: the function that reads y adds it, and its gradient (`rope_qkv`).
     `saved_output` is how a function that needs y in its backward keeps it: None for as it is. With `rebuilt_input`, a
-    function that makes x makes it again in its backward instead of keeping codes of it. With `bias_elsewhere`, a
-    function that reads y adds the bias and its gradient.
+    function that makes x makes it again in its backward instead of keeping codes of it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
         self.operands, self.dtype = operands, dtype
         self.saved_output: QSpec | None = None
-        self.rebuilt_input = self.bias_elsewhere = False
+        self.rebuilt_input = False
         self.quant_state: dict[str, State] = {}
         self.nonfinite_values = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self._cached: tuple[int, Operand, Operand | None] | None = None
@@ -89,7 +89,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         training = torch.is_grad_enabled()  # asked here: inside a Function's forward it is always off
-        return _LinearFunction.apply(x, self.weight, self.bias, self, training)  # type: ignore[no-any-return]
+        return _LinearFunction.apply(x, self.weight, self, training)  # type: ignore[no-any-return]
 
     def fprop_weight(self) -> Operand:
         """The weight [out, in] for fprop, quantised again only when the master has changed."""
@@ -143,9 +143,8 @@ class Linear(nn.Module):
         return Wanted(plan, plain, state, self.nonfinite_values if training and counted else None)
 
     def fprop(self, x: Operand, training: bool) -> Tensor:
-        """x . w^T + b for the row operand of x; without b with `bias_elsewhere`."""
-        bias = None if self.bias is None or self.bias_elsewhere else self.bias.detach().to(self.dtype)
-        return self._watched("output", matmul("fprop", x, self.fprop_weight(), self.dtype, bias), training)
+        """x . w^T for the row operand of x."""
+        return self._watched("output", matmul("fprop", x, self.fprop_weight(), self.dtype), training)
 
     def dgrad(self, g: Made) -> Tensor:
         """Gradient of x."""
@@ -168,21 +167,18 @@ class Linear(nn.Module):
             return shifted(kept, self.operands.wgrad_x)
         return kept
 
-    def wgrad(self, g: Made, x: Operand, grad: Tensor) -> None:
-        """Adds the weight's gradient, float32 [out, in], and the bias's, float32 [out], unless they are frozen.
+    def wgrad(self, g: Made, x: Operand) -> None:
+        """Adds the weight's gradient, float32 [out, in], unless it is frozen.
 
         Args:
             g: the gradient of y.
             x: column operand of x.
-            grad: the gradient of y, not quantised, which the bias needs; unused without one.
         """
         if self.weight.requires_grad:
             total = float_sum(self.weight)
             made = matmul("wgrad", g.col_operand(), x, torch.float32, total=total)
             if total is None:
                 accumulate(self.weight, made)
-        if self.bias is not None and self.bias.requires_grad and not self.bias_elsewhere:
-            accumulate(self.bias, grad.sum(0, dtype=torch.float32))
 
     def _watched(self, kind: str, tensor: Tensor, training: bool = True) -> Tensor:
         for watch in self.watches:
@@ -211,7 +207,7 @@ class Linear(nn.Module):
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, training: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, training: bool) -> Tensor:
         made = make(x, layer.wanted("x", training=training))
         if training:
             ctx.layer = layer
@@ -221,13 +217,13 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer: Linear = ctx.layer
         kept, grad = unpack(ctx.meta, ctx.saved_tensors), grads[0].contiguous()
         g = make(grad, layer.wanted("g"))
         grad_x = layer.dgrad(g) if ctx.needs_input_grad[0] else None
-        layer.wgrad(g, layer.wgrad_input(kept), grad)
-        return grad_x, None, None, None, None
+        layer.wgrad(g, layer.wgrad_input(kept))
+        return grad_x, None, None, None
 
 
 def pack(operand: Operand) -> tuple[QTensor | None, tuple[Tensor, ...]]:

@@ -106,29 +106,27 @@ def matmul(
     a: Operand,
     b: Operand,
     out_dtype: torch.dtype,
-    bias: Tensor | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
-    """A . B^T (+ bias) by the fastest implementation that fits; arguments as `reference.matmul`.
+    """A . B^T by the fastest implementation that fits; arguments as `reference.matmul`.
 
     Args:
         gemm: `fprop`, `dgrad` or `wgrad`, for the ledger.
         a: [M, K].
         b: [N, K].
         out_dtype: bfloat16 or float32.
-        bias: [N] or None.
         total: [M, N] in `out_dtype`, to which the product is added in place, and which is returned then.
     """
     if isinstance(a, QTensor) and isinstance(b, QTensor) and fast(a.data):
         from .hopper import gemm as hopper
 
         if hopper.supports(a, b):
-            by = hopper.choose(a, b, out_dtype, bias)
+            by = hopper.choose(a, b, out_dtype)
             ledger.add(gemm, a, b, by)
-            return hopper.scaled_matmul(a, b, out_dtype, bias, by, total)
+            return hopper.scaled_matmul(a, b, out_dtype, by, total)
     quantised = isinstance(a, QTensor) or isinstance(b, QTensor)
     ledger.add(gemm, a, b, "reference" if quantised else "torch")
-    made = reference.matmul(a, b, out_dtype, bias)
+    made = reference.matmul(a, b, out_dtype)
     return made if total is None else total.add_(made)
 
 

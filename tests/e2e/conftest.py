@@ -17,7 +17,9 @@ TINY = ["--size", "tiny", "--seq-len", 64, "--global-batch", 4, "--micro-batch",
 def corpus(tmp_path_factory: pytest.TempPathFactory, run_cli: Callable[..., Any]) -> Path:
     """Prefix of about 1 MB of the standard library's sources in bytes."""
     prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    done = run_cli("data", "prepare", "python-stdlib", "--out", prefix, "--tokenizer", "byte", "--limit-mb", 1)
+    done = run_cli(
+        "data", "prepare", "python-stdlib", "--out", prefix, "--tokenizer", "byte", "--limit-mb", 1, cold=True
+    )
     assert done.returncode == 0, done.stderr
     return prefix
 

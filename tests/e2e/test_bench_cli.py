@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 def test_a_comparison_by_reference_and_its_baseline(run_cli, tmp_path: Path) -> None:
     command = ("bench", "bf16-vs-fp8", "--size", "tiny", "--layers", 1, "--seq-len", 128, "--rows", 1, "--reference")
     command += ("--steps", 2, "--turns", 1)
-    done = run_cli(*command, "--accept", "--json", cwd=tmp_path)
+    done = run_cli(*command, "--accept", "--json", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert [row["name"] for row in data["rows"]] == ["bf16", "infir2"] and data["regressions"] == []

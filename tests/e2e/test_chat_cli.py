@@ -18,11 +18,11 @@ GOOD = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"
 def test_a_demo_set_and_a_look_at_it(tmp_path: Path, run_cli: Any) -> None:
     planned = run_cli("data", "chat-demo", "--out", "chat.jsonl", "--limit", 3, "--dry-run", cwd=tmp_path)
     assert planned.returncode == 0 and "would write" in planned.stdout and not list(tmp_path.iterdir())
-    made = run_cli("data", "chat-demo", "--out", "chat.jsonl", "--limit", 3, cwd=tmp_path)
+    made = run_cli("data", "chat-demo", "--out", "chat.jsonl", "--limit", 3, cwd=tmp_path, cold=True)
     assert made.returncode == 0 and "chat.jsonl: 3 samples" in made.stdout, made.stderr
     record = json.loads((tmp_path / "chat.jsonl").read_text().splitlines()[1])
     question, answer = (message["content"] for message in record["messages"])
-    shown = run_cli("data", "show", "--chat", "chat.jsonl", "--index", 1, cwd=tmp_path)
+    shown = run_cli("data", "show", "--chat", "chat.jsonl", "--index", 1, cwd=tmp_path, cold=True)
     assert shown.returncode == 0, shown.stderr
     assert f"«{answer}<|im_end|>»" in shown.stdout and f"<|im_start|>user\n{question}<|im_end|>" in shown.stdout
     counts = f"{len(question) + len(answer) + 21} tokens, {len(answer) + 1} trained"

@@ -17,12 +17,12 @@ Cli = Callable[..., Any]
 
 def test_a_run_becomes_an_fp8_folder_as_typed(run_cli: Cli, train: Callable[..., Any], tmp_path: Path) -> None:
     assert train("--steps", 4, "--eval-every", 2, name="mine").returncode == 0
-    done = run_cli("cast-fp8", "--device", "cpu", cwd=tmp_path)
+    done = run_cli("cast-fp8", "--device", "cpu", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     assert "the run written to last" in done.stdout and "as recipe infir2 trained it" in done.stdout
     export = tmp_path / "runs/mine/hf/step-00000004"
     for folder, kind in ((export, "bfloat16"), (Path(f"{export}-fp8"), "fp8")):
-        done = run_cli("convert", "verify", folder, "--json", cwd=tmp_path)
+        done = run_cli("convert", "verify", folder, "--json", cwd=tmp_path, cold=True)
         assert done.returncode == 0 and json.loads(done.stdout)["kind"] == kind
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
@@ -30,9 +30,9 @@ def test_a_run_becomes_an_fp8_folder_as_typed(run_cli: Cli, train: Callable[...,
     logged = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
     held_out = [line["loss"] for line in logged if line["kind"] == "eval"][-1]
     assert f"| held-out loss (nats a token) | {held_out:.4f} |" in card
-    done = run_cli("convert", "check", "mine", export, cwd=tmp_path)
+    done = run_cli("convert", "check", "mine", export, cwd=tmp_path, cold=True)
     assert done.returncode == 0 and "rounded to the narrower" in done.stdout and "equal: " in done.stdout
-    done = run_cli("convert", "to-hf", "mine", cwd=tmp_path)
+    done = run_cli("convert", "to-hf", "mine", cwd=tmp_path, cold=True)
     assert done.returncode == 3 and "exists already" in done.stderr
     done = run_cli("convert", "to-hf", "mine", "other", "--dtype", "float32", "--json", cwd=tmp_path)
     assert done.returncode == 0 and json.loads(done.stdout)["dtype"] == "float32"
@@ -43,7 +43,7 @@ def test_a_run_becomes_an_fp8_folder_as_typed(run_cli: Cli, train: Callable[...,
 def test_training_goes_on_from_a_converted_model(run_cli: Cli, train: Callable[..., Any], tmp_path: Path) -> None:
     assert train("--steps", 2, name="parent").returncode == 0
     assert run_cli("convert", "to-hf", "parent", "hf", cwd=tmp_path).returncode == 0
-    done = run_cli("convert", "from-hf", "hf", "native", cwd=tmp_path)
+    done = run_cli("convert", "from-hf", "hf", "native", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     done = run_cli("convert", "check", "hf", "native", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -75,13 +75,13 @@ def test_megatron_there_and_back(run_cli: Cli, tmp_path: Path) -> None:
         said = json.loads(done.stdout)
         assert (said["written"], said["layout"], said["bytes"]) == (False, layout, itemsize * numel)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    done = run_cli("convert", "from-hf", "hf", "mc", "--layout", "megatron", "--json", cwd=tmp_path)
+    done = run_cli("convert", "from-hf", "hf", "mc", "--layout", "megatron", "--json", cwd=tmp_path, cold=True)
     assert done.returncode == 0 and json.loads(done.stdout)["written"], done.stderr
     done = run_cli("convert", "to-hf", "mc", "--origin", "hf", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0 and "mc/release-hf" in done.stdout.replace("\n", "") and "nothing was" in done.stdout
     assert not (tmp_path / "mc/release-hf").exists()
     assert run_cli("convert", "check", "hf", "mc", cwd=tmp_path).returncode == 0
-    done = run_cli("convert", "to-hf", "mc", "--origin", "hf", "--json", cwd=tmp_path)
+    done = run_cli("convert", "to-hf", "mc", "--origin", "hf", "--json", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["out"] == str(tmp_path / "mc/release-hf")
     done = run_cli("convert", "check", "mc/release-hf", "hf", "--json", cwd=tmp_path)

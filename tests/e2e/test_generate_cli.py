@@ -59,7 +59,7 @@ def test_tokens_equal_those_of_transformers_and_a_pipe_gets_the_text(hf: Path, r
     heads = [f"--- {n}: {prompt} ---\n" for n, prompt in enumerate(PROMPTS, 1)]
     texts = [m["text"] + ("" if m["text"].endswith("\n") else "\n") for m in found]
     expected = "".join(head + text for head, text in zip(heads, texts, strict=True))
-    done = run_cli("generate", *common)
+    done = run_cli("generate", *common, cold=True)
     assert (done.returncode, done.stdout) == (0, read_as_text(expected))
     file = tmp_path / "p.txt"
     file.write_text(PROMPTS[0] + "\n", encoding="utf-8")

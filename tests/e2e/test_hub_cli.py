@@ -141,7 +141,7 @@ def online(hub: Hub, run_cli: Cli, tmp_path: Path) -> Cli:
     }  # fmt: skip
 
     def run(*words: object, **more: str) -> Any:
-        done = run_cli(*words, cwd=tmp_path, env=environment | more)
+        done = run_cli(*words, cwd=tmp_path, env=environment | more, cold=words[1] == "push")
         assert TOKEN not in done.stdout + done.stderr
         return done
 

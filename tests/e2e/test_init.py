@@ -41,7 +41,7 @@ def test_settings_offered_in_comments_are_valid_too(size: str, tmp_path: Path) -
 
 
 def test_it_writes_one_file_named_after_the_folder(run_cli: Any, tmp_path: Path) -> None:
-    done = run_cli("init", "fresh/project", cwd=tmp_path)
+    done = run_cli("init", "fresh/project", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     written = tmp_path / "fresh" / "project" / "infir2.toml"
     assert tomllib.loads(written.read_text(encoding="utf-8"))["project"]["name"] == "project"

@@ -60,10 +60,6 @@ def test_gemm_is_the_sum_of_block_products(
             assert made.dtype == dtype
         matmul("fprop", a, b, dtype)
     assert {by for _, _, by in ledger.stop()} <= {gemm.CUBLASLT, gemm.DEEPGEMM}
-    bias = torch.randn(n, device="cuda").bfloat16()
-    with_bias = truth + bias.double()
-    error = (matmul("fprop", a, b, torch.bfloat16, bias).double() - with_bias).abs()
-    assert (error <= bound + 2.0**-7 * with_bias.abs() + 2.0**-8 * truth.abs()).all()
     print(f"largest share of the bound {float(((made.double() - truth).abs() / bound).max()):.3f}")
 
 

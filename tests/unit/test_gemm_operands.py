@@ -34,9 +34,7 @@ def operand(rows: int, contraction: int, spec: QSpec, seed: int) -> QTensor:
     return laid
 
 
-def library(
-    a: torch.Tensor, b: torch.Tensor, *scales: Any, bias: torch.Tensor | None, output_dtype: torch.dtype
-) -> Any:
+def library(a: torch.Tensor, b: torch.Tensor, *scales: Any, output_dtype: torch.dtype) -> Any:
     """What torch documents of F.scaled_mm for these scalings: shapes and strides of scales, then the product."""
 
     def values(codes: torch.Tensor, scale: torch.Tensor, kind: Any) -> torch.Tensor:
@@ -51,7 +49,7 @@ def library(
         return codes.float() * scale.repeat_interleave(128, 1)
 
     kinds = scales[1::2]
-    assert gemm.ScalingType.BlockWise1x128 in kinds and bias is None
+    assert gemm.ScalingType.BlockWise1x128 in kinds
     return (values(a, *scales[:2]) @ values(b.T, *scales[2:]).T).to(output_dtype)
 
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kept import keep_flash_attention
+from .kept import forgive, keep_flash_attention
 
 keep_flash_attention()
+from flash_attn.cute.cache_utils import JITPersistentCache  # type: ignore[import-not-found]  # noqa: E402
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # type: ignore[import-not-found]  # noqa: E402
 
+forgive(JITPersistentCache)
 # Said while each kernel compiles; it concerns an argument that is not used here.
 warnings.filterwarnings("ignore", message="Argument aux_data")
 

@@ -106,7 +106,10 @@ def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...], again: 
     """Machine code of a source, from the cache (not if `again`) or from NVRTC."""
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines)]
     key = hashlib.sha256("\0".join([text, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
-    file = kept() / f"{key}.cubin"
+    folder = kept()
+    if folder is None:
+        return _compile(text, name, options)
+    file = folder / f"{key}.cubin"
     if file.is_file() and not again:
         return file.read_bytes()
     code = _compile(text, name, options)

@@ -48,21 +48,21 @@ def supports(a: QTensor, b: QTensor) -> bool:
     return all(side % 16 == 0 for side in (*a.data.shape, *b.data.shape))
 
 
-def choices(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> list[str]:
+def choices(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> list[str]:
     """The libraries that compute this product here, cuBLASLt always among them.
 
-    DeepGEMM's kernels take E4M3 and no bias, 1x128 on the left, and store bf16 for a 128x128 right operand, float32 for
+    DeepGEMM's kernels take E4M3, 1x128 on the left, and store bf16 for a 128x128 right operand, float32 for
     a 1x128 one.
     """
     dtype = torch.bfloat16 if b.tile == (TILE, TILE) else torch.float32
-    fits = bias is None and out_dtype == dtype and a.spec.format == b.spec.format == "e4m3" and a.tile == (1, TILE)
+    fits = out_dtype == dtype and a.spec.format == b.spec.format == "e4m3" and a.tile == (1, TILE)
     fits = fits and all(side % TILE == 0 for side in (*a.data.shape, *b.data.shape))
     return [CUBLASLT, DEEPGEMM] if fits and _deep_gemm() is not None else [CUBLASLT]
 
 
-def choose(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> str:
+def choose(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> str:
     """The library that the table calls faster for these operands, [M, K] and [N, K]."""
-    found = choices(a, b, out_dtype, bias)
+    found = choices(a, b, out_dtype)
     if len(found) == 1:
         return found[0]
     return fastest("2d" if b.tile == (TILE, TILE) else "1d", a.data.shape[0], b.data.shape[0], a.data.shape[1])
@@ -72,25 +72,21 @@ def scaled_matmul(
     a: QTensor,
     b: QTensor,
     out_dtype: torch.dtype,
-    bias: Tensor | None = None,
     by: str | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
-    """a . b^T (+ bias); a [M, K], b [N, K], `supports(a, b)`.
+    """a . b^T; a [M, K], b [N, K], `supports(a, b)`.
 
     Args:
         a: left operand.
         b: right operand.
         out_dtype: bfloat16 or float32.
-        bias: bfloat16 [N].
         by: one of `choices`; None: that of `choose`.
         total: [M, N] in `out_dtype`, to which the product is added in place, and which is returned then.
     """
-    if (by or choose(a, b, out_dtype, bias)) == DEEPGEMM:
+    if (by or choose(a, b, out_dtype)) == DEEPGEMM:
         return _by_deepgemm(a, b, out_dtype, total)
-    fused = bias if out_dtype == torch.bfloat16 else None
-    out = F.scaled_mm(a.data, b.data.T, _scale(a), _kind(a), _scale(b), _kind(b), bias=fused, output_dtype=out_dtype)
-    out = out if bias is None or fused is not None else out + bias
+    out = F.scaled_mm(a.data, b.data.T, _scale(a), _kind(a), _scale(b), _kind(b), output_dtype=out_dtype)
     return out if total is None else total.add_(out)
 
 

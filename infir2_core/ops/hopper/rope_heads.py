@@ -118,7 +118,7 @@ def rotate_backward_(grad: Tensor, cos: Tensor, sin: Tensor, heads_rotated: int)
     Arguments as `rotate_`; the sum is taken in an order that depends on T alone.
     """
     tokens, heads, width = grad.shape
-    rows = triton.next_power_of_2(triton.cdiv(tokens, PROGRAMS))  # few kernels to compile where T varies
+    rows = triton.next_power_of_2(max(1, triton.cdiv(tokens, PROGRAMS)))  # few kernels to compile where T varies
     programs = triton.cdiv(tokens, rows)
     sums = torch.empty(programs, heads * width, dtype=torch.float32, device=grad.device)
     sizes = _sizes(grad, heads_rotated)

@@ -19,14 +19,13 @@ from .quantize import QTensor
 Operand = QTensor | Tensor
 
 
-def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """A . B^T (+ bias), accumulated in float32 and rounded once to `out_dtype`.
+def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    """A . B^T, accumulated in float32 and rounded once to `out_dtype`.
 
     Args:
         a: [M, K], a QTensor or a bfloat16 / float32 tensor.
         b: [N, K] likewise.
         out_dtype: bfloat16 or float32.
-        bias: [N], added before the rounding.
 
     Returns:
         [M, N].
@@ -36,14 +35,10 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None =
     work = torch.bfloat16 if exact and (out_dtype == torch.bfloat16 or not cpu) else torch.float32
     left, right = _values(a, work), _values(b, work).T
     if work == out_dtype:
-        if bias is not None:
-            return torch.addmm(bias.to(work), left, right)
         return torch.mm(left, right)
     if work == torch.bfloat16:  # a GPU GEMM that writes its float32 accumulators
-        product = torch.mm(left, right, out_dtype=torch.float32)
-    else:
-        product = torch.mm(left, right)
-    return (product if bias is None else product + bias).to(out_dtype)
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(out_dtype)
 
 
 def blockwise_truth(a: QTensor, b: QTensor, block: int) -> Tensor:
