@@ -250,7 +250,8 @@ def test_two_ranks_train_as_one(train: Train, tmp_path: Path, recipe: str, mean:
     if recipe == "fp8-delayed":
         histories = [newest(tmp_path / "runs" / name).tensors for name in ("one", "two")]
         for key in (k for k in histories[0] if k.endswith("amax_history")):
-            assert torch.allclose(histories[0][key][:5], histories[1][key][:5], rtol=0.01), key
+            first = [history[key][15:20] for history in histories]  # steps 5 to 1: the newest stands in front
+            assert torch.allclose(*first, rtol=0.01) and first[0].all(), key
     # A checkpoint of two ranks goes on with one.
     further = train(*options, "--ranks", 1, name="two")
     assert further.returncode == 0 and "resuming two at step 20" in further.stdout
