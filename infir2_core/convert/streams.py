@@ -59,19 +59,17 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_parallel(
-    work: Callable[[T], int], items: Iterable[T], done: Callable[[int], None], workers: int = WORKERS
-) -> None:
+def in_parallel(work: Callable[[T], int], items: Iterable[T], done: Callable[[int], None]) -> None:
     """Calls `work` on every item, a few at a time; `done` gets what each call returned, in this thread.
 
     The first exception ends everything and is raised here.
     """
-    with _one_thread_each(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with _one_thread_each(), ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pending: set[Future[int]] = set()
         try:
             for item in items:
                 pending.add(pool.submit(work, item))
-                if len(pending) >= 4 * workers:
+                if len(pending) >= 4 * WORKERS:
                     finished, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in finished:
                         done(future.result())

@@ -114,7 +114,7 @@ def compiled(text: str, name: str, defines: tuple[tuple[str, int], ...], again: 
         return file.read_bytes()
     code = _compile(text, name, options)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
         aside.write_bytes(code)
         aside.replace(file)  # several ranks may compile the same kernel at once
