@@ -6,12 +6,14 @@
 #   benchmarks/evidence.sh 1.5b WORK OUT SECONDS            needs the corpus
 #   benchmarks/evidence.sh fast-parity WORK OUT SECONDS     1.5b on the fast path, an arm a card; needs bpe
 #   benchmarks/evidence.sh fast-continued WORK OUT SECONDS  the same from 300 steps of bf16 in common
+#   benchmarks/evidence.sh sft WORK OUT SECONDS             fine-tuning in FP8 against bf16; needs fast-continued
 #   benchmarks/evidence.sh fast-small WORK OUT SECONDS      `small` on the fast path, 3 seeds; needs the corpus
 #   benchmarks/evidence.sh parity WORK OUT SECONDS          needs the corpus; on all cards; again to go on where it stopped
 # Results go to OUT as they come, so that a call that is cut short loses nothing but its last minute.
 set -u
 part=$1
 work=${2:-} out=${3:-} seconds=${4:-}
+cards=$(tr ',' '\n' <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi -L)}" | wc -l)
 
 case $part in
 gpu-tests)
@@ -30,20 +32,30 @@ bpe)
     --tokenizer "$work/tokenizer" --out "$work/bpe"
   ;;
 fast-parity|fast-continued)
-  # 930 steps of 16,384 tokens: 15.2 million.
-  warm=0
-  [ "$part" = fast-continued ] && warm=300
+  # 930 steps of 16,384 tokens: 15.2 million. From a common start the arms share cards, one sequence a microbatch.
+  warm=0 rows=2
+  [ "$part" = fast-continued ] && warm=300 rows=1
   study="--size 1.5b --seeds 1 --recipes infir2 infir2-lean --control-seeds --data $work/bpe --runs $work/runs"
-  study="$study --cards $(nvidia-smi -L | wc -l) --spread --discard --warm $warm"
+  study="$study --cards $cards --spread --discard --warm $warm"
   python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 20) / 60)")" -- \
-    --seq-len 8192 --global-batch 2 --micro-batch 2 --steps 930 --warmup-steps 50 --decay-steps 200 --lr 3e-4 \
+    --seq-len 8192 --global-batch 2 --micro-batch $rows --steps 930 --warmup-steps 50 --decay-steps 200 --lr 3e-4 \
     --min-lr 3e-5 --eval-every 93 --eval-iters 4 --save-every 930
   tar czf "$out/$part.tgz" -C "$work/runs" $(cd "$work/runs" && ls -d */metrics.jsonl parity-logs)
   python3 benchmarks/parity.py report $study --json "$out/$part.json"
   ;;
+sft)
+  # From the common start of fast-continued: 50 steps of 16 conversations, packed into rows of 32,768 tokens.
+  site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')
+  [ -e "$work/chats.jsonl" ] || python3 benchmarks/sft_pair.py chats "$work/chats.jsonl" "$site/transformers" "$site/torch" \
+    --tokenizer "$work/tokenizer"
+  timeout "$seconds" python3 benchmarks/sft_pair.py run --runs "$work/sft" -- --size 1.5b --from "$work/runs/start-s1" \
+    --tokenizer "$work/tokenizer" --data "$work/chats.jsonl" --global-batch 16 --epochs 1 --save-every 1000 --answers 0
+  tar czf "$out/sft.tgz" -C "$work/sft" $(cd "$work/sft" && ls -d */metrics.jsonl *.log)
+  python3 benchmarks/sft_pair.py report --runs "$work/sft" --json "$out/sft.json"
+  ;;
 fast-small)
   study="--data $work/corpus --runs $work/small --warm 1000 --recipes infir2 infir2-lean --control-seeds"
-  study="$study --cards $(tr ',' '\n' <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi -L)}" | wc -l)"
+  study="$study --cards $cards"
   python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 30) / 60)")" -- --eval-iters 20 \
     --save-every 2000
   tar czf "$out/fast-small.tgz" -C "$work/small" $(cd "$work/small" && ls -d */metrics.jsonl parity-logs)
@@ -59,7 +71,6 @@ fast-small)
   cp "$work/runs/big/metrics.jsonl" "$out/1.5b.jsonl"
   ;;
 parity)
-  cards=$(nvidia-smi -L | wc -l)
   study="--data $work/corpus --runs $work/runs --warm 1000 --cards $cards"
   python3 benchmarks/parity.py run $study --minutes "$(python3 -c "print(($seconds - 60) / 60)")" -- --eval-iters 20
   for run in "$work"/runs/parity-*-s?; do echo "$run $(tail -n 1 "$run/metrics.jsonl" | cut -c1-60)"; done
@@ -68,7 +79,7 @@ parity)
   python3 benchmarks/parity.py report --runs "$work/runs" --json "$out/parity.json"
   ;;
 *)
-  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity, fast-continued, fast-small or parity, not '$part'" >&2
+  echo "benchmarks/evidence.sh: gpu-tests, corpus, bpe, 1.5b, fast-parity, fast-continued, sft, fast-small or parity, not '$part'" >&2
   exit 2
   ;;
 esac
