@@ -50,24 +50,14 @@ def bf16_vs_fp8(
     """Forward, backward, memory and throughput of a training step: our BF16, FP8 recipes and a peer, in turns."""
     from infir2_core.bench import baseline, compare, story
     from infir2_core.bench.arm import ArmSpec
+    from infir2_core.errors import Infir2Error
     from infir2_core.report import bench as report
 
     story.checked(recompute, peer)
     card = story.card(reference, size)
     device = "cuda:0" if card.gpu else "cpu"
-    spec = ArmSpec(
-        size,
-        "bf16",
-        seq_len,
-        rows,
-        layers,
-        not no_optimizer,
-        steps=steps,
-        after=after,
-        recompute=recompute,
-        device=device,
-        profile=card.gpu,
-    )
+    spec = ArmSpec(size, "bf16", seq_len, rows, layers, not no_optimizer, steps=steps, after=after)
+    spec = dataclasses.replace(spec, recompute=recompute, device=device, profile=card.gpu)
     arms = compare.arms(spec, [r.strip() for r in recipes.split(",") if r.strip()], peer is not None)
     found = compare.run(arms, turns, note=_note)
     told = story.tell(card, spec, found)
@@ -80,10 +70,15 @@ def bf16_vs_fp8(
     picture = report.png(found, told.title)
     tables = {"Milliseconds, medians (least-most)": (report.COLUMNS, report.table_rows(found)), **told.tables}
     paths = report.write(out, key, data | told.data, picture, report.page(told.title, told.notes, tables, picture))
-    phase = "forward+backward" if no_optimizer else "step"
-    worse = baseline.regressions(baseline.path_for(baselines, card.name), key, found, phase) if check else []
-    if accept:
-        baseline.accept(baseline.path_for(baselines, card.name), key, found)
+    stored, worse, refused = baseline.path_for(baselines, card.name), list[baseline.Regression](), None
+    try:
+        worse = (
+            baseline.regressions(stored, key, found, "forward+backward" if no_optimizer else "step") if check else []
+        )
+        if accept:
+            baseline.accept(stored, key, found)
+    except Infir2Error as error:
+        refused = error  # told below what was measured, for nobody should have to measure it again
 
     def human() -> None:
         say(told.title, "bold")
@@ -96,7 +91,10 @@ def bf16_vs_fp8(
         for w in worse:
             say(f"slower: {w.told()}", "red")
 
-    emit(data | told.data | {"files": paths, "regressions": [dataclasses.asdict(w) for w in worse]}, human)
+    if not (refused and json):
+        emit(data | told.data | {"files": paths, "regressions": [dataclasses.asdict(w) for w in worse]}, human)
+    if refused:
+        raise refused
     if worse:
         raise typer.Exit(1)
 

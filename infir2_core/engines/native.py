@@ -8,6 +8,7 @@ as Hugging Face does, so that they load into any layout of the same model.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,17 +50,36 @@ class StepResult:
     trained: float
 
 
+class Moment:
+    """A point in a device's work: the present end of a GPU's queue, or now on a CPU, where nothing is queued."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.wall, self.event = time.perf_counter(), torch.cuda.Event(enable_timing=True) if cuda else None
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Until the device is there."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Of the device, however late the host looks; both moments must have passed."""
+        if self.event is None or earlier.event is None:
+            return self.wall - earlier.wall
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
 @dataclass
 class PendingStep:
     """A step that has been queued; its numbers are on their way to the host."""
 
     values: Tensor
-    arrived: torch.cuda.Event | None
+    arrived: Moment
 
     def result(self) -> StepResult:
         """Waits for the numbers. Asking one step late keeps the device busy in between."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        self.arrived.wait()
         loss, norm, skipped, nonfinite, trained = self.values.tolist()
         return StepResult(loss, norm, bool(skipped), int(nonfinite), trained)
 
@@ -123,12 +143,14 @@ class NativeEngine:
     def _on_its_way(self, *values: Tensor) -> PendingStep:
         stacked = torch.stack([value.double() for value in values])
         if not stacked.is_cuda:
-            return PendingStep(stacked, None)
+            return PendingStep(stacked, self.moment())
         host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
         host.copy_(stacked, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return PendingStep(host, arrived)
+        return PendingStep(host, self.moment())
+
+    def moment(self) -> Moment:
+        """The end of what this rank's device has been given to do so far."""
+        return Moment(self.ranks.device.startswith("cuda"))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:

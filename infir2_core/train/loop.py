@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..config.schema import RunConfig
-from ..engines.native import MASTERS, NativeEngine, PendingStep, StepResult
+from ..engines.native import MASTERS, Moment, NativeEngine, PendingStep, StepResult
 from ..engines.ranks import Ranks
 from ..errors import DivergedError, InputError, MachineError
 from ..model.hf import load_hf
@@ -79,7 +79,7 @@ class Queued:
     lr: float
     share: Share
     pending: PendingStep
-    began: float
+    began: Moment
 
 
 @dataclass
@@ -93,7 +93,6 @@ class Run:
     watcher: Watcher
     stop: StopRequest
     position: Position = field(default_factory=Position)
-    _settled: float = field(default=0.0, init=False)  # when the last step's numbers arrived
 
     def train(self) -> Outcome:
         """Trains to the last step or until asked to stop.
@@ -148,7 +147,7 @@ class Run:
                     outcome.stopped = self._stop_reason()
                 saves = done % train.save_every == 0 or done == train.steps or outcome.stopped
                 before = queued
-                if evaluates or saves or queued.pending.arrived is None:
+                if evaluates or saves or queued.pending.arrived.event is None:
                     outcome.loss, before = self._settle(queued, log), None
                 if evaluates:
                     outcome.eval_loss = self._evaluate(log)
@@ -226,7 +225,8 @@ class Run:
             )
 
     def _step(self) -> Queued:
-        position, began = self.position, time.perf_counter()
+        # While the device is busy this moment is the end of the step before: each step is charged its own time.
+        position, began = self.position, self.engine.moment()
         lr = learning_rate(self.config.train, position.step)
         share = self.feed.step(position.samples)
         pending = self.engine.train_step(share.batches, lr)
@@ -238,8 +238,7 @@ class Run:
         """Waits for a step's numbers, counts and logs them; its loss."""
         position = self.position
         result = queued.pending.result()
-        now = time.perf_counter()
-        elapsed, self._settled = now - max(queued.began, self._settled), now
+        elapsed = queued.pending.arrived.seconds_since(queued.began)
         position.skips = position.skips + 1 if result.skipped else 0
         position.tokens += 0 if result.skipped else queued.share.tokens
         record = self._record(queued, result, elapsed)

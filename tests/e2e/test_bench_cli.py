@@ -28,6 +28,9 @@ def test_a_comparison_by_reference_and_its_baseline(run_cli, tmp_path: Path) -> 
     done = run_cli(*command, "--check", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "slower: infir2" in done.stdout and "bf16" in done.stdout
+    done = run_cli(*command, "--check", "--baselines", "elsewhere", cwd=tmp_path)
+    assert done.returncode == 3 and "no baseline was accepted" in done.stderr
+    assert "infir2" in done.stdout and "written: " in done.stdout  # what was measured is not lost
 
 
 @pytest.mark.parametrize("command", [("bench", "bf16-vs-fp8"), ("bench", "gemm")])
