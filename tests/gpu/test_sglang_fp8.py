@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,19 @@ OPTIONS = (
 READY_S = 600.0
 
 
+def free_port() -> int:
+    """A free port below 50,000: the server opens another one 10,000 above it."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            port = random.randrange(20_000, 50_000)
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @contextmanager
 def server(folder: Path, log: Path) -> Iterator[str]:
     """A running server for `folder`; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(folder), *OPTIONS]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
@@ -64,7 +72,8 @@ def server(folder: Path, log: Path) -> Iterator[str]:
                 time.sleep(2)
         yield address
     finally:
-        os.killpg(child.pid, 15)
+        with suppress(ProcessLookupError):  # it died by itself, and the error above says of what
+            os.killpg(child.pid, 15)
         child.wait(60)
 
 

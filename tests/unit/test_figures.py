@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,65 @@ def test_the_recorded_speed_is_that_of_the_recorded_run() -> None:
     shown = next(text for figure in FIGURES for text in figure["shown"] if re.fullmatch(r"[\d,]+ tokens/s", text))
     assert round(middle) == int(shown.split()[0].replace(",", ""))
     assert f"{steps[-1]['memory_gb']:.1f} GiB" in {text for figure in FIGURES for text in figure["shown"]}
+
+
+STEPS = {
+    "`1.5b`, 8,192 x 2 tokens, whole step": ("1.5b-8192x2", "step"),
+    "`1.5b`, 32,768 tokens, whole step": ("1.5b-32768x1", "step"),
+    "`7b`, 8,192 tokens, forward and backward": ("7b-8192x1-fwdbwd", "forward+backward"),
+    "`7b`, 32,768 tokens, whole step": ("7b-32768x1", "step"),
+}
+
+
+def bench(name: str) -> dict[str, dict[str, Any]]:
+    """Arm -> row of a recorded comparison."""
+    data = json.loads((ROOT / "benchmarks" / "figures" / f"h200-{name}.json").read_text(encoding="utf-8"))
+    return {row["name"]: row for row in data["rows"]}
+
+
+def test_the_table_of_speeds_is_that_of_the_recorded_runs() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Speed", 1)[1].split("\n## ", 1)[0]
+    shown: dict[str, dict[str, list[str]]] = {}
+    label = ""
+    for line in [line for line in section.splitlines() if line.startswith("|")][2:]:
+        first, arm, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        label = first or label
+        shown.setdefault(label, {})[arm.strip("`")] = cells
+    assert set(shown) == set(STEPS)
+    for label, (name, phase) in STEPS.items():
+        rows = bench(name)
+        assert set(shown[label]) == set(rows)
+        for arm, row in rows.items():
+            ratio = f"{row['ratio'][phase]:.2f}" if row["ratio"] else ""
+            there = [] if row["failed"] else [f"{row['ms'][phase]:,.1f}", f"{row['tok_per_s']:,.0f}", ratio]
+            expected = [*there, f"{row['peak_gb']:.1f}"] if there else ["does not fit", "", "", ""]
+            assert shown[label][arm] == expected, arm
+    after = bench("1.5b-8192x2-after200")
+    assert all(f"`{arm}` {row['tok_per_s']:,.0f}" in section for arm, row in after.items())
+
+
+def test_accepted_ratios_are_those_of_the_recorded_runs() -> None:
+    accepted = json.loads((ROOT / "benchmarks" / "baselines" / "nvidia-h200.json").read_text(encoding="utf-8"))
+    assert set(accepted) == {"1.5b-8192x2", "1.5b-8192x2-after200", "1.5b-32768x1", "7b-8192x1-fwdbwd"}
+    for key, arms in accepted.items():
+        rows = bench(key)
+        assert {arm: arms[arm]["step"] for arm in arms} == {
+            arm: rows[arm]["ratio"]["step"] for arm in rows if arm != "bf16"
+        }
+
+
+def test_fine_tuning_and_the_continued_study_are_as_recorded() -> None:
+    figures = ROOT / "benchmarks" / "figures"
+    shown = {text for figure in FIGURES for text in figure["shown"]}
+    sft = json.loads((figures / "h200-1.5b-sft.json").read_text(encoding="utf-8"))
+    apart = [a / b - 1 for a, b in zip(sft["infir2"]["losses"], sft["bf16"]["losses"], strict=True)]
+    assert f"{max(apart, key=abs):+.3%}".replace("%", " %") in shown and max(map(abs, apart)) <= 0.005
+    for arm in sft.values():
+        assert {f"{arm['tokens_per_second']:,.0f} tok/s", f"{arm['memory_gb']:.1f} GB"} <= shown
+    study = json.loads((figures / "h200-1.5b-parity-continued.json").read_text(encoding="utf-8"))["last_46_steps"]
+    for recipe in ("infir2", "infir2-lean"):
+        difference = sum(study[recipe]) / sum(study["bf16"]) - 1
+        assert f"{difference:+.2%}".replace("%", " %") in shown and abs(difference) <= 0.005
 
 
 def relative(losses: dict[str, dict[str, list[float]]], recipe: str) -> list[float]:
