@@ -69,16 +69,20 @@ def done(folder: Path, steps: int) -> bool:
 
 def run(args: argparse.Namespace, given: list[str]) -> None:
     """Starts the arms one after the other."""
+    args.runs.mkdir(parents=True, exist_ok=True)
+    if there := [path.name for path in args.runs.glob("sft-*")]:
+        raise SystemExit(f"{args.runs} has {', '.join(sorted(there))} already: give another folder")
     for recipe in ("bf16", *args.recipes):
         command = [sys.executable, "-m", "infir2_cli", "sft", "--stage", "1", *given, "--runs", str(args.runs)]
         command += ["--recipe", recipe, "--name", f"sft-{recipe}", "--steps", str(args.steps), "--eval-every", "0"]
-        args.runs.mkdir(parents=True, exist_ok=True)
         with (args.runs / f"sft-{recipe}.log").open("wb") as out:
             child = subprocess.Popen(command, stdout=out, stderr=out)
-            while child.poll() is None:
-                time.sleep(0.5)
-                if done(args.runs / f"sft-{recipe}", args.steps):
-                    child.kill()
+            try:
+                while child.poll() is None and not done(args.runs / f"sft-{recipe}", args.steps):
+                    time.sleep(0.5)
+            finally:
+                child.kill()
+                child.wait()
             if not done(args.runs / f"sft-{recipe}", args.steps):
                 raise SystemExit((args.runs / f"sft-{recipe}.log").read_text()[-3000:])
 

@@ -53,7 +53,7 @@ def bf16_vs_fp8(
     from infir2_core.errors import Infir2Error
     from infir2_core.report import bench as report
 
-    story.checked(recompute, peer)
+    story.checked(recompute, peer, check and accept)
     card = story.card(reference, size)
     device = "cuda:0" if card.gpu else "cpu"
     spec = ArmSpec(size, "bf16", seq_len, rows, layers, not no_optimizer, steps=steps, after=after)

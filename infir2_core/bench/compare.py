@@ -19,6 +19,7 @@ from .arm import PHASES, ArmSpec, ArmTimes
 from .child import Child
 
 OURS, PEER = "infir2_core.bench.arm", "infir2_core.bench.peer"
+PEER_NAME = "megatron-te"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Row:
 
     Attributes:
         name: of the arm.
+        steps: that were timed, over all turns.
         ms: phase -> median milliseconds, with `forward+backward` and `step`.
         spread: the same keys -> [least, most].
         ratio: each median over that of the first row, our BF16; `peak_gb` and `tok_per_s` too.
@@ -52,6 +54,7 @@ class Row:
     """
 
     name: str
+    steps: int = 0
     ms: dict[str, float] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
     ratio: dict[str, float] = field(default_factory=dict)
@@ -87,7 +90,7 @@ def arms(spec: ArmSpec, recipes: list[str], peer: bool) -> list[Arm]:
                 f"the peer needs {' and '.join(lacks)}", "--peer megatron-te", "pip install 'infir2[megatron]'"
             )
         theirs = ["bf16", "fp8", *(["fp8-lean"] if "infir2-lean" in wanted else [])]
-        made += [Arm(f"megatron-te {r}", PEER, dataclasses.replace(spec, recipe=r)) for r in theirs]
+        made += [Arm(f"{PEER_NAME} {r}", PEER, dataclasses.replace(spec, recipe=r)) for r in theirs]
     return made
 
 
@@ -148,6 +151,7 @@ def summarise(name: str, spec: ArmSpec, turns: list[ArmTimes]) -> Row:
     for step in steps:
         step["forward+backward"] = step["forward"] + step["backward"]
         step["step"] = step["forward+backward"] + step["optimizer"]
+    row.steps = len(steps)
     for phase in (*PHASES, "forward+backward", "step"):
         values = [step[phase] for step in steps]
         row.ms[phase], row.spread[phase] = statistics.median(values), [min(values), max(values)]

@@ -73,12 +73,16 @@ def card(reference: bool, size: str) -> Card:
     return Card(f"{platform.machine()} CPU, {torch.get_num_threads()} threads", False, versions)
 
 
-def checked(recompute: str, peer: str | None) -> None:
-    """Raises InputError for a value that these options do not have."""
+def checked(recompute: str, peer: str | None, both: bool) -> None:
+    """Raises InputError for a value that these options do not have, and for --check and --accept in one command."""
+    if both:
+        raise InputError("--accept would store the ratio that --check complains of", "--check --accept", "one of them")
     if recompute not in RECOMPUTE:
         raise InputError(f"no such recomputation: {recompute}", "--recompute", nearest(recompute, RECOMPUTE))
     if peer not in (None, "megatron-te"):
         raise InputError(f"no such peer: {peer}", "--peer", "--peer megatron-te")
+    if peer and recompute == "selective":
+        raise InputError("the peer recomputes whole layers or nothing", "--recompute selective", "--recompute full")
 
 
 def tell(found: Card, spec: ArmSpec, rows: list[Row]) -> Told:
@@ -110,10 +114,9 @@ def _published(told: Told, found: Card, spec: ArmSpec) -> None:
         total = row[name]["forward_ms"] + row[name]["backward_ms"]
         ratio = total / (row["bf16"]["forward_ms"] + row["bf16"]["backward_ms"])
         figures = [row[name]["forward_ms"], row[name]["backward_ms"], total]
-        cells.append(
-            [f"InfiR2 {name}", *map(str, figures), f"{ratio:.2f}", str(row[name]["peak_gb"]), str(row[name]["tflops"])]
-        )
-    head = ["published", "forward", "backward", "fwd + bwd", "ratio", "peak GB", "TFLOPS"]
+        rest = [row[name]["peak_gb"], row[name]["tflops"], row["tp"], row["micro_batch"], row["card"]]
+        cells.append([f"InfiR2 {name}", *map(str, figures), f"{ratio:.2f}", *map(str, rest)])
+    head = ["published", "forward", "backward", "fwd + bwd", "ratio", "peak GB", "TFLOPS", "TP", "MBS", "card"]
     reasons = not_comparable(row, spec.rows, spec.layers, found.name)
     told.tables[f"Published, not comparable: {'; '.join(reasons)}"] = (head, cells)
     told.data["published"] = row | {"not_comparable": reasons}

@@ -26,7 +26,9 @@ COLUMNS = [
     "ratio",
     "tok/s",
     "TFLOPS",
+    "ratio",
     "peak GB",
+    "ratio",
 ]
 
 
@@ -57,7 +59,9 @@ def table_rows(rows: list[Row], spread: bool = True) -> list[list[str]]:
                 _ratio(row, "step"),
                 f"{row.tok_per_s:,.0f}",
                 f"{row.tflops:.1f}",
+                _ratio(row, "tok_per_s"),
                 memory,
+                _ratio(row, "peak_gb"),
             ]
         )
     return made

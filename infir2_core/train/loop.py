@@ -93,6 +93,7 @@ class Run:
     watcher: Watcher
     stop: StopRequest
     position: Position = field(default_factory=Position)
+    _ended: Moment | None = field(default=None, init=False)  # the last step, if nothing but steps came after it
 
     def train(self) -> Outcome:
         """Trains to the last step or until asked to stop.
@@ -149,6 +150,7 @@ class Run:
                 before = queued
                 if evaluates or saves or queued.pending.arrived.event is None:
                     outcome.loss, before = self._settle(queued, log), None
+                    self._ended = None
                 if evaluates:
                     outcome.eval_loss = self._evaluate(log)
                 if saves:
@@ -225,11 +227,12 @@ class Run:
             )
 
     def _step(self) -> Queued:
-        # While the device is busy this moment is the end of the step before: each step is charged its own time.
-        position, began = self.position, self.engine.moment()
+        # A step is charged the time since the one before it ended on the device, whenever the host looked at that one.
+        position, began = self.position, self._ended or self.engine.moment()
         lr = learning_rate(self.config.train, position.step)
         share = self.feed.step(position.samples)
         pending = self.engine.train_step(share.batches, lr)
+        self._ended = pending.arrived
         position.step += 1
         position.samples += share.samples
         return Queued(position.step, lr, share, pending, began)

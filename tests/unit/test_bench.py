@@ -139,9 +139,34 @@ def test_a_regression_is_what_noise_does_not_explain(tmp_path: Path, monkeypatch
     assert baseline.regressions(path, "key", rows(noisy), "step") == []
     with pytest.raises(InputError, match="other"):
         baseline.regressions(path, "other", rows(quiet), "step")
-    path.write_text("{")
-    with pytest.raises(InputError, match="cannot be read"):
-        baseline.regressions(path, "key", rows(quiet), "step")
+    for text in ("{", "[]", '{"key": 1}', '{"key": {"infir2": {"step": "fast"}}}'):
+        path.write_text(text)
+        with pytest.raises(InputError, match="cannot be read"):
+            baseline.regressions(path, "key", rows(quiet), "step")
+
+
+def test_noise_shrinks_with_the_number_of_steps() -> None:
+    def rows(count: int) -> list[compare.Row]:
+        times = [10.0, 11.0] * count
+        arm = ArmTimes(ms={"forward": times, "backward": times, "optimizer": times})
+        return [compare.summarise(name, SPEC, [arm]) for name in ("bf16", "infir2")]
+
+    few, many = (baseline.noise(rows(count), "infir2", "step") for count in (1, 25))
+    assert few / many == pytest.approx(5.0) and 0.01 < many < 0.02
+
+
+def test_memory_is_checked_and_the_peer_is_not(tmp_path: Path) -> None:
+    path, ran = tmp_path / "card.json", ArmTimes(ms={"forward": [10.0], "backward": [20.0], "optimizer": [1.0]})
+    rows = [compare.summarise(name, SPEC, [ran]) for name in ("bf16", "infir2", f"{compare.PEER_NAME} fp8")]
+    for row in rows[1:]:
+        row.ratio = {"forward+backward": 0.8, "step": 0.8, "peak_gb": 0.95}
+    baseline.accept(path, "key", rows)
+    baseline.accept(path, "key", rows[:1])  # a comparison with fewer arms forgets none
+    assert baseline.regressions(path, "key", rows, "step") == []
+    for row in rows[1:]:
+        row.ratio["peak_gb"] = 0.99
+    (worse,) = baseline.regressions(path, "key", rows, "step")
+    assert worse.arm == "infir2" and "0.990 of BF16's peak_gb" in worse.told()
 
 
 def test_a_failed_arm_is_a_regression_and_a_failed_base_an_error(tmp_path: Path) -> None:
@@ -221,15 +246,23 @@ def test_an_arm_trains_on_real_text_and_times_every_phase() -> None:
     assert still.parameters == arm.parameters and set(still.by.values()) == {"torch", "sdpa"}
 
 
+def test_options_that_exclude_each_other() -> None:
+    with pytest.raises(InputError, match="--accept"):
+        story.checked("none", None, True)
+    with pytest.raises(InputError, match="whole layers"):
+        story.checked("selective", "megatron-te", False)
+    story.checked("full", "megatron-te", False)
+
+
 def test_what_is_told_without_a_gpu() -> None:
     with pytest.raises(MachineError, match="FP8"):
         story.card(False, "tiny")
     with pytest.raises(InputError, match="tiny and small"):
         story.card(True, "7b")
     with pytest.raises(InputError, match="recomputation"):
-        story.checked("all", None)
+        story.checked("all", None, False)
     with pytest.raises(InputError, match="peer"):
-        story.checked("none", "nemo")
+        story.checked("none", "nemo", False)
     card = story.card(True, "tiny")
     assert not card.gpu and card.versions["torch"]
     spec = ArmSpec("1.5b", "bf16", 8192, 2)

@@ -3,6 +3,7 @@ layer.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,20 +50,25 @@ def test_gemm_is_within_the_accumulation_bound(
         assert ((rounded.double() - truth).abs() <= bound + 2.0**-8 * truth.abs()).all()
 
 
-def test_bf16_takes_no_longer_than_three_times_fp32() -> None:
-    """On a CPU without AVX-512 torch's own bf16 GEMM took 60 times as long as a float32 one."""
+def test_bf16_is_not_much_slower_than_the_faster_of_two_ways() -> None:
+    """On a CPU without AVX-512 torch's own bf16 GEMM takes 60 times as long as a float32 one, but for a few rows."""
     x, w = torch.randn(1024, 256), torch.randn(768, 256)
+    wide = torch.randn(4096, 1024).bfloat16()
 
-    def seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    def seconds(call: Callable[[], object]) -> float:
         best = float("inf")
-        for _ in range(5):
-            began = time.perf_counter()
-            matmul(a, b, a.dtype)
-            best = min(best, time.perf_counter() - began)
+        for _ in range(7):
+            began = time.process_time()
+            call()
+            best = min(best, time.process_time() - began)
         return best
 
-    for a, b in ((x, w), (w, x), (x.T, w[:, :1].expand(768, 1024))):
-        assert seconds(a.bfloat16(), b.bfloat16()) < 3 * seconds(a, b) + 2e-3
+    for a, b in ((x, w), (w, x), (x.T, torch.randn(768, 1024))):
+        narrow = a.bfloat16(), b.bfloat16()
+        own = seconds(lambda narrow=narrow: matmul(*narrow, torch.bfloat16))
+        assert own < 4 * seconds(lambda a=a, b=b: a @ b.T) + 3e-3
+    row = wide[:1].clone()
+    assert seconds(lambda: matmul(row, wide, torch.bfloat16)) < 4 * seconds(lambda: row @ wide.T) + 1e-3
 
 
 def _grid(q: QTensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ products, plus one rounding of each operand where code x scale is not exact (tes
 bound).
 
 Power-of-two scales make code x scale exact in bfloat16 (4 significant bits), so that such operands use the machine's
-bfloat16 GEMM where it has one; other scales need float32. A CPU without AVX-512 has none: torch's takes up to 60 times
-as long there as a float32 GEMM, which makes the same products and sums.
+bfloat16 GEMM where it has one; other scales need float32. A CPU without AVX-512 has none: but for a few rows torch's
+takes up to 60 times as long there as a float32 GEMM, which makes the same products and sums.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from .quantize import QTensor
 
 Operand = QTensor | Tensor
+SHORT = 8  # rows; from 16 on float32 is faster with any shape that was tried
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
@@ -35,7 +36,7 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     """
     exact = all(_fits_bf16(operand) for operand in (a, b))
     cpu = a.data.device.type == "cpu"
-    native = (out_dtype == torch.bfloat16 and cpu_multiplies_bf16()) if cpu else True
+    native = not cpu or (out_dtype == torch.bfloat16 and (cpu_multiplies_bf16() or _is_short(a, b)))
     work = torch.bfloat16 if exact and native else torch.float32
     left, right = _values(a, work), _values(b, work).T
     if work == out_dtype:
@@ -43,6 +44,12 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     if work == torch.bfloat16:  # a GPU GEMM that writes its float32 accumulators
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right).to(out_dtype)
+
+
+def _is_short(a: Operand, b: Operand) -> bool:
+    """Whether converting a weight would take longer than multiplying a few tokens by it, as generation does."""
+    along = b.axis == 1 if isinstance(b, QTensor) else b.is_contiguous()  # the other layout is slow for any rows
+    return along and len(a.codes if isinstance(a, QTensor) else a) <= SHORT
 
 
 @cache
