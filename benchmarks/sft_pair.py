@@ -8,8 +8,8 @@
 is the user's, the rest is what the assistant goes on with; one file in four is told in two turns.
 
 `run` gives what follows `--` to `infir2 sft`, for bf16 and for each recipe. An arm ends when its last step is logged,
-without its checkpoint. `report` compares training losses step by step, peak memory, and tokens a second, of the last
-third of the steps and of all.
+without its checkpoint. `report` compares training losses step by step, held-out losses, peak memory, and tokens a
+second, of the last third of the steps and of all.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def chats(args: argparse.Namespace) -> None:
 
 
 def done(folder: Path, steps: int) -> bool:
-    """Whether the run's last step is logged."""
+    """Whether the run's last step, and its validation, are logged."""
     try:
         lines = read_metrics(folder)
     except OSError:
         return False
-    return any(line["kind"] == "step" and line["step"] == steps for line in lines)
+    return bool(lines) and lines[-1]["kind"] == "eval" and lines[-1]["step"] == steps
 
 
 def run(args: argparse.Namespace, given: list[str]) -> None:
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace, given: list[str]) -> None:
         raise SystemExit(f"{args.runs} has {', '.join(sorted(there))} already: give another folder")
     for recipe in ("bf16", *args.recipes):
         command = [sys.executable, "-m", "infir2_cli", "sft", "--stage", "1", *given, "--runs", str(args.runs)]
-        command += ["--recipe", recipe, "--name", f"sft-{recipe}", "--steps", str(args.steps), "--eval-every", "0"]
+        command += ["--recipe", recipe, "--name", f"sft-{recipe}", "--steps", str(args.steps)]
+        command += ["--eval-every", str(args.eval_every)]
         with (args.runs / f"sft-{recipe}.log").open("wb") as out:
             child = subprocess.Popen(command, stdout=out, stderr=out)
             try:
@@ -95,9 +96,11 @@ def rate(steps: list[dict[str, Any]]) -> float:
 def report(args: argparse.Namespace) -> None:
     """Prints and optionally writes the comparison."""
     arms: dict[str, list[dict[str, Any]]] = {}
+    held: dict[str, list[float]] = {}
     for recipe in ("bf16", *args.recipes):
         lines = read_metrics(args.runs / f"sft-{recipe}")
         arms[recipe] = [line for line in lines if line["kind"] == "step"]
+        held[recipe] = [line["loss"] for line in lines if line["kind"] == "eval"]
     base = arms["bf16"]
     found: dict[str, Any] = {}
     for recipe, steps in arms.items():
@@ -106,8 +109,10 @@ def report(args: argparse.Namespace) -> None:
         found[recipe] = {
             "steps": len(steps),
             "tokens": steps[-1]["tokens"],
-            "first_loss": steps[0]["loss"],
-            "last_loss": statistics.fmean(step["loss"] for step in steps[-5:]),
+            "first_ten": statistics.fmean(step["loss"] for step in steps[:10]),
+            "last_ten": statistics.fmean(step["loss"] for step in steps[-10:]),
+            "held_out": held[recipe],
+            "held_out_relative": [a / b - 1 for a, b in zip(held[recipe], held["bf16"], strict=True)],
             "mean_relative": statistics.fmean(apart),
             "largest_relative": max(apart, key=abs),
             "tokens_per_second": rate(steps[late:]),
@@ -140,7 +145,8 @@ def main() -> None:
         reader = verbs.add_parser(verb)
         reader.add_argument("--runs", type=Path, required=True)
         reader.add_argument("--recipes", nargs="+", default=["infir2"])
-        reader.add_argument("--steps", type=int, default=50)
+        reader.add_argument("--steps", type=int, default=120)
+        reader.add_argument("--eval-every", type=int, default=40)
         reader.add_argument("--json", type=Path)
     args = parser.parse_args(own)
     if args.verb == "chats":
