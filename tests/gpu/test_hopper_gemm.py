@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ pytestmark = [
 
 
 def operand(rows: int, contraction: int, block: tuple[int, int], scale: str, seed: int):
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = fresh.generator(seed, "cuda")
     x = torch.randn(rows, contraction, generator=generator, device="cuda")
     x *= torch.exp2(2 * torch.randn(rows, contraction // 128, generator=generator, device="cuda")).repeat_interleave(
         128, 1
@@ -55,6 +56,7 @@ def test_gemm_is_the_sum_of_block_products(
     ledger.start()
     for dtype, rounding in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-8)):
         for by in gemm.choices(a, b, dtype):
+            torch.full((m, n), torch.nan, dtype=dtype, device="cuda")  # what the next buffer of this size holds
             made = gemm.scaled_matmul(a, b, dtype, by=by)
             assert ((made.double() - truth).abs() <= bound + rounding * truth.abs()).all(), by
             assert made.dtype == dtype
@@ -166,3 +168,35 @@ def test_the_nearest_shape_of_the_table_decides(tmp_path: Path, monkeypatch: pyt
     finally:
         for cached in (gemm.table, gemm.fastest):
             cached.cache_clear()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-lean"])
+def test_a_step_never_waits_for_the_device(recipe: str) -> None:
+    from infir2_core.config.presets import load_preset
+    from infir2_core.config.schema import Blend, RunConfig, Source
+    from infir2_core.data.batch import rows_to_batch
+    from infir2_core.engines.native import NativeEngine
+    from infir2_core.engines.ranks import Ranks
+    from infir2_core.precision.recipe import load_recipe
+
+    preset = load_preset("small")
+    config = RunConfig(
+        name="waits",
+        runs="-",
+        size="small",
+        model=preset.model,
+        source=Source(kind="scratch"),
+        data=[Blend(prefix="-", weight=1.0, content="")],
+        cpt=preset.cpt,
+    )
+    engine = NativeEngine(config, load_recipe(recipe), Ranks(device="cuda:0"))
+    engine.model.initialise(0.02, 1)
+    batches = [rows_to_batch(list(torch.randint(0, 256, (2, 513)))) for _ in range(2)]
+    for _ in range(2):  # compiles, and asks devices for what is kept afterwards
+        engine.train_step(batches, 1e-4).result()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = engine.train_step(batches, 1e-4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pending.result().loss > 0

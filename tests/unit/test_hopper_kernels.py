@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import cuda_on_cpu
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -79,7 +80,7 @@ def poisoned_buffers() -> Iterator[None]:
 
 def wild(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     """bf16 values over the whole range of exponents, with a NaN, an infinity, a zero block and subnormals."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = fresh.generator(seed)
     x = torch.randn(rows, cols, generator=generator) * torch.exp2(20 * torch.randn(rows, cols, generator=generator))
     x[0, 0], x[rows // 2, 7] = float("nan"), float("-inf")
     x[-128:, -128:] = 0
@@ -88,7 +89,7 @@ def wild(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 
 def normal(rows: int, cols: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = fresh.generator(seed)
     return (scale * torch.randn(rows, cols, generator=generator)).bfloat16().to(DEVICE)
 
 
@@ -367,8 +368,8 @@ def test_rope_backward_in_place_and_the_gradient_of_the_bias(tokens: int) -> Non
 @pytest.mark.parametrize("vocab", [260, 20000])
 def test_softmax_gradient_in_place(vocab: int) -> None:
     logits = normal(24, vocab, 15, 3.0)
-    targets = torch.randint(0, vocab, (24,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    weights = torch.rand(24, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    targets = torch.randint(0, vocab, (24,), generator=fresh.generator(1)).to(DEVICE)
+    weights = torch.rand(24, generator=fresh.generator(2)).to(DEVICE)
     weights[3] = 0
     copy = logits.clone()
     expected = softmax_gradient_(copy, targets, weights)
