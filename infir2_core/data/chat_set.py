@@ -39,7 +39,7 @@ from infir2_core.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 CHUNK = 64  # samples tokenised together
 TooLong = Literal["drop", "truncate"]
 
