@@ -7,6 +7,7 @@ settings:
     mask.bin      what of them is trained: one bit a token, each sample from a new byte
     index.npz     per sample: tokens, trained targets, file, line
     report.json   what was counted on the way
+    sums.json     sha256 of each of these files, which they must have to be believed
 
 It is written in one pass that holds a few samples at a time, aside and renamed, and read through memory maps, so data
 may be larger than memory. Processes that open the same set find the same folder; open it in one before starting others,
@@ -25,7 +26,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 2
+FILES = ("tokens.bin", "mask.bin", "index.npz", "report.json")
+SUMS = "sums.json"
 CHUNK = 64  # samples tokenised together
 TooLong = Literal["drop", "truncate"]
 
@@ -227,15 +229,20 @@ def open_chat(
 
 
 def _whole(folder: Path) -> bool:
-    """Whether a set is there with all its files, as long as its index says: disks and people damage caches."""
+    """Whether a set is there as it was written: disks and people damage caches. Reads all of it, once an opening."""
     try:
-        with np.load(folder / "index.npz") as index:
-            lengths = index["tokens"]
-        json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        found = [(folder / name).stat().st_size for name in ("tokens.bin", "mask.bin")]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        stored = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+        return bool(stored == _sums(folder))
+    except (OSError, ValueError, RecursionError):
         return False
-    return found == [4 * int(lengths.sum()), int(((lengths + 7) // 8).sum())]
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in FILES:
+        with open(folder / name, "rb") as stream:
+            found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
 
 
 def _read_report(folder: Path, files: list[SourceFile]) -> ChatReport:
@@ -291,6 +298,7 @@ class _Writer:
         report["prompt_tokens"] = int(tokens_of.sum()) - report["trained_tokens"]
         report |= {"bad": self.bad, "places": self.places, "layouts": self.layouts}
         (self.aside / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (self.aside / SUMS).write_text(json.dumps(_sums(self.aside), indent=1) + "\n", encoding="utf-8")
 
     def _good(self) -> Iterator[Record]:
         """Records that are conversations; the others, and those whose id was there before, are counted."""

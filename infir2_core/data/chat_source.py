@@ -158,8 +158,10 @@ def _remembered(file: SourceFile, memory: Path) -> str:
     stat = file.path.stat()
     named = json.dumps([str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     note = memory / hashlib.sha256(named.encode()).hexdigest()[:24]
-    if note.is_file() and len(known := note.read_text()) == 64:
-        return known
+    if note.is_file():
+        known, _, proof = note.read_text(errors="replace").partition(" ")
+        if proof == _proof(named, known):
+            return known
     state = hashlib.sha256()
     with open(file.path, "rb") as stream:
         while piece := stream.read(READ):
@@ -167,6 +169,11 @@ def _remembered(file: SourceFile, memory: Path) -> str:
     memory.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=memory)
     with os.fdopen(handle, "w") as written:
-        written.write(state.hexdigest())
+        written.write(f"{state.hexdigest()} {_proof(named, state.hexdigest())}")
     os.replace(aside, note)
     return state.hexdigest()
+
+
+def _proof(named: str, digest: str) -> str:
+    """What only a note that is as it was written holds beside its digest."""
+    return hashlib.sha256(f"{named} {digest}".encode()).hexdigest()

@@ -193,6 +193,16 @@ def test_a_known_file_is_not_hashed_again_and_a_changed_one_is(tmp_path: Path, m
     assert content_digests(chat_files(path), memory) != first
 
 
+@pytest.mark.parametrize("garbage", [b"a" * 64, b"a" * 129, b"\xff" * 64, b"", b"0" * 64 + b" " + b"0" * 64])
+def test_a_damaged_memory_is_not_believed(tmp_path: Path, garbage: bytes) -> None:
+    path, memory = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}), tmp_path / "memory"
+    right = content_digests(chat_files(path), memory)
+    (note,) = memory.iterdir()
+    written = note.read_bytes()
+    note.write_bytes(garbage)
+    assert content_digests(chat_files(path), memory) == right and note.read_bytes() == written
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
