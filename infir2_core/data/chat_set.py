@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 FILES = ("tokens.bin", "mask.bin", "index.npz", "report.json")
 SUMS = "sums.json"
+MOST_DROPPED = 0.5  # share of samples that are too long above which a set is refused: the rest would be another set
 CHUNK = 64  # samples tokenised together
 TooLong = Literal["drop", "truncate"]
 
@@ -212,7 +213,8 @@ def open_chat(
         progress: told the number of records read so far.
 
     Raises:
-        InputError: no such data, a damaged file, a tokenizer without template, too many bad records, no sample left.
+        InputError: no such data, a damaged file, a tokenizer without template, too many bad records, more samples
+            dropped as too long than kept.
         MachineError: a missing package.
     """
     files, tokenizer = chat_files(path), load_chat_tokenizer(tokenizer_ref)
@@ -224,7 +226,7 @@ def open_chat(
         shutil.rmtree(folder, ignore_errors=True)
         build_aside(folder, lambda aside: _Writer(aside, files, max_tokens, too_long).write(tokenizer, progress))
     report = _read_report(folder, files)
-    _refuse(report, str(path), max_bad_share, max_tokens)
+    _refuse(report, str(path), max_bad_share, max_tokens, too_long)
     return ChatSet(folder, digest, report)
 
 
@@ -254,17 +256,23 @@ def _read_report(folder: Path, files: list[SourceFile]) -> ChatReport:
     return ChatReport(**stored, too_long=places.get("too long", ""), bad=bad, layouts=layouts)
 
 
-def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: int) -> None:
+def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: int, too_long: TooLong) -> None:
     firsts = "; ".join(f"{kind} ({t.count:,}), {t.where}: {t.detail}" for kind, t in report.bad.items())
     if not report.records:
         raise InputError("this holds no records", where, "give a file with chat data")
     if report.bad_records > max_bad_share * report.records:
         share = f"{report.bad_records:,} of {report.records:,} records are bad, more than {max_bad_share:.2%}"
         raise InputError(f"{share}. {firsts}", where, "mend them, or allow a larger share: --max-bad-share 0.05")
+    longer = "a larger --max-tokens and --row-tokens"
+    hint = f"--too-long truncate, or {longer}" if too_long == "drop" else longer
+    first = f"{report.too_long}: longer than {max_tokens:,} tokens"
     if not report.samples:
-        long = f"too long ({report.dropped:,}), {report.too_long}: longer than {max_tokens:,} tokens" if report.dropped else ""
-        hint = "raise --max-tokens, or --too-long truncate" if report.dropped else "mend them"
-        raise InputError(f"no sample is left. {'; '.join(filter(None, [long, firsts]))}", where, hint)
+        long = f"too long ({report.dropped:,}), {first}" if report.dropped else ""
+        what = f"no sample is left. {'; '.join(filter(None, [long, firsts]))}"
+        raise InputError(what, where, hint if report.dropped else "mend them")
+    if report.dropped > MOST_DROPPED * (report.dropped + report.samples):
+        share = f"{report.dropped:,} of {report.dropped + report.samples:,} samples are dropped as too long"
+        raise InputError(f"{share}, more than half. The first: {first}", where, hint)
 
 
 class _Writer:
