@@ -178,6 +178,7 @@ def test_what_cannot_be_asked(
         main()
     out, err = capsys.readouterr()
     assert ended.value.code == code and what in err and out == "", err
+    assert "hint:" in err
 
 
 @pytest.fixture(scope="module")
