@@ -33,7 +33,7 @@ def main(folders: list[Path]) -> int:
     prompts = ChatFeed(config, Ranks()).prompts(PROMPTS)
     decode = load_chat_tokenizer(config.tokenizer).tokenizer.decode
     found = find_model(folders[-1], "RUN")
-    model = load_model(found, choose_recipe(found, None), "cpu", lambda done, total: None)
+    model, found = load_model(found, choose_recipe(found, None), "cpu", lambda done, total: None)
     generator = Generator(model, [config.chat.turn_end], batch=32)
     for temperature in (0.0, 1.0):
         answers = generator.generate(prompts, Sampling(max_new_tokens=TOKENS, temperature=temperature))

@@ -39,15 +39,18 @@ def encode(
     for prompt in prompts:
         messages = prompt.content
         if template is None:
-            if not isinstance(messages, str):
-                what = "these are chat messages, and they are not to be wrapped in a chat template"
+            if not isinstance(messages, str) or prompt.tools:
+                kind = "tools" if isinstance(messages, str) else "chat messages"
+                what = f"these are {kind}, and they are not to be wrapped in a chat template"
                 raise InputError(what, prompt.where, "--chat, with a tokenizer that has a template")
             ids = tokenizer.encode(messages)
         else:
+            if isinstance(messages, str) and not messages.strip():  # training leaves out users who say nothing
+                raise InputError("the prompt is empty", prompt.where, "give it some text")
             messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
             if system is not None and messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
-            ids = template.encode(messages, prompt.where)
+            ids = template.encode(messages, prompt.where, prompt.tools)
         if not ids:
             raise InputError("the prompt is empty", prompt.where, "give it some text")
         if len(ids) >= positions:

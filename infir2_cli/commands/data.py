@@ -9,7 +9,7 @@ import typer
 
 from infir2_cli.data_views import say_chat, say_facts, say_plan, say_result
 from infir2_cli.output import DebugFlag, JsonFlag, console, emit, guarded, say
-from infir2_core.errors import UsageError
+from infir2_core.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -81,6 +81,8 @@ def show(
     if chat is not None:
         if prefix is not None:
             raise UsageError("a corpus and chat data are named", "PREFIX and --chat", "give one of them")
+        if not chat.strip():  # as a path it would be the current folder
+            raise InputError("--chat is empty", "--chat", "name a file or folder of chats")
         shown = show_chat(Path(chat), tokenizer, index)
         emit(shown, lambda: say_chat(shown))
         return

@@ -74,7 +74,8 @@ def generate(
         prompts, own, found.chat if chat is None and not tokenizer else chat, system, found.weights.shape.max_positions
     )
     with BytesBar("loading") as bar:
-        generator = Generator(load_model(found, used, chosen, bar.update), end_ids(found, own), batch)
+        loaded, found = load_model(found, used, chosen, bar.update)
+    generator = Generator(loaded, end_ids(found, own), batch)
     found.weights.close()
     people = console().is_terminal  # a pipe gets the text alone
     if people:

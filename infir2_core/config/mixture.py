@@ -43,6 +43,8 @@ def mixture(
     pairs: list[tuple[float, str]] = []
     if given:
         for text in given:
+            if not text.strip(" @"):  # as a path it would be the current folder
+                raise InputError("--data is empty", "--data", "name a corpus, or leave it out")
             weight, spec = _weighted(text, cwd)
             pairs += _expand(weight, [spec], "--data")
     elif project and project.data:

@@ -161,8 +161,10 @@ def _stage(flags: SftFlags) -> SftStage:
 def _named(
     typed: str | None, flag: str, written: str, project: ProjectFile | None, key: str, cwd: Path
 ) -> _Place | None:
-    """What the flag names, else what the project file does."""
+    """What the flag names, else what the project file does; an empty flag is an InputError."""
     if typed is not None:
+        if not typed.strip():  # as a path it would be the current folder
+            raise InputError(f"{flag} is empty", flag, "name something, or leave it out")
         return _Place(typed, flag, cwd)
     return _Place(written, project.where(key), project.folder) if project and written else None
 

@@ -1,7 +1,8 @@
 """A model that is ready to compute, from any folder of weights: what generation needs to know, then the decoder.
 
-In two steps, so that a missing tokenizer is known before gigabytes are read. The decoder is built for forwards alone:
-in a bf16 recipe it keeps the bf16 weights that training computed with and no masters.
+In two steps, so that a missing tokenizer is known before gigabytes are read. A run that is training retires
+checkpoints, also the one that is being read: then its newest one is read instead. The decoder is built for forwards
+alone: in a bf16 recipe it keeps the bf16 weights that training computed with and no masters.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from ..train.checkpoint import CheckpointStore
 from .cast_plan import read_recipe
 from .weights import HFWeights, NativeWeights, Weights, open_weights, rows_as, spans
 
+AGAIN = 2  # times that reading begins anew when the checkpoint has gone
+
 
 @dataclass(frozen=True)
 class Found:
     """A model that was found.
 
     Attributes:
+        folder: what was asked for: a Hugging Face folder, a run or a checkpoint.
         weights: opened and, for a checkpoint of ours, verified.
         recipe: what it was trained with, as its folder or run says; None: that is not known.
         tokenizer: reference for `load_tokenizer`; empty: not known.
@@ -36,6 +40,7 @@ class Found:
         chat: whether prompts are a user's turn; None: where the tokenizer has a chat template.
     """
 
+    folder: Path
     weights: Weights
     recipe: Recipe | None
     tokenizer: str
@@ -49,13 +54,29 @@ def find_model(folder: Path, where: str) -> Found:
     Raises:
         InputError: as `open_weights`; a quantised model; a variant that the decoder does not compute.
     """
+    for _ in range(AGAIN):
+        before = _checkpoints(folder)
+        try:
+            return _find(folder, where)
+        except (InputError, OSError):
+            if before <= _checkpoints(folder):
+                raise
+    return _find(folder, where)
+
+
+def _checkpoints(folder: Path) -> set[Path]:
+    """Those of a run; empty for what is no run."""
+    return set((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _find(folder: Path, where: str) -> Found:
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
         weights = HFWeights(folder, trained=True)
         tokenizer = str(folder) if (folder / "tokenizer.json").is_file() else ""
-        return Found(weights, read_recipe(folder), tokenizer, _ends(folder))
+        return Found(folder, weights, read_recipe(folder), tokenizer, _ends(folder))
     opened = open_weights(folder, where)
     if not isinstance(opened, NativeWeights):
-        return Found(opened, None, "", frozenset())
+        return Found(folder, opened, None, "", frozenset())
     run = open_native(opened.path, where).run
     home = opened.path.parent.parent
     inside = opened.path.parent.name == CHECKPOINTS and (home / CONFIG).is_file()
@@ -67,7 +88,7 @@ def find_model(folder: Path, where: str) -> Found:
         ends |= _ends(origin)
         tokenizer = tokenizer or (str(origin) if (origin / "tokenizer.json").is_file() else "")
     chat = run.chat is not None if run and tokenizer == BYTE else None
-    return Found(opened, read_recipe(home) if inside else None, tokenizer, ends, chat)
+    return Found(folder, opened, read_recipe(home) if inside else None, tokenizer, ends, chat)
 
 
 def choose_recipe(found: Found, wanted: str | None) -> Recipe:
@@ -84,8 +105,11 @@ def choose_recipe(found: Found, wanted: str | None) -> Recipe:
 
 
 @torch.no_grad()
-def load_model(found: Found, recipe: Recipe, device: str, progress: Callable[[int, int], None]) -> Decoder:
-    """The decoder with its weights, without gradients.
+def load_model(
+    found: Found, recipe: Recipe, device: str, progress: Callable[[int, int], None]
+) -> tuple[Decoder, Found]:
+    """The decoder with its weights, without gradients, and where they are from: `found`, unless its run retired that
+    checkpoint meanwhile.
 
     Args:
         progress: gets bytes read and bytes in all.
@@ -93,6 +117,18 @@ def load_model(found: Found, recipe: Recipe, device: str, progress: Callable[[in
     Raises:
         InputError: weights with NaN, or a recipe that needs amax histories which these weights do not carry.
     """
+    for _ in range(AGAIN):
+        try:
+            return _load(found, recipe, device, progress), found
+        except (InputError, OSError):
+            if found.weights.path.exists() or found.weights.path == found.folder:
+                raise
+        found.weights.close()
+        found = find_model(found.folder, str(found.folder))
+    return _load(found, recipe, device, progress), found
+
+
+def _load(found: Found, recipe: Recipe, device: str, progress: Callable[[int, int], None]) -> Decoder:
     weights = found.weights
     lean = Optimizer(master="split") if recipe.compute == "bf16" else Optimizer()
     model = Decoder(weights.shape, recipe.model_copy(update={"optimizer": lean}), device).requires_grad_(False)

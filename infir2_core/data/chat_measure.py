@@ -35,11 +35,13 @@ def prompt_ids(tokenizer: ChatTokenizer, sft: SftSettings, model: ModelShape) ->
     """Ids of the prompts that the settings name, each a user's turn.
 
     Raises:
-        InputError: the template fails on a prompt, or the prompt leaves no room for an answer.
+        InputError: a prompt that is empty, on which the template fails, or that leaves no room for an answer.
     """
     found, room = [], model.max_positions - sft.answer_tokens
     for text in sft.prompts:
         where = f"--prompt {text[:60]!r}"
+        if not text.strip():
+            raise InputError("the prompt is empty", where, "give it some text, or leave it out")
         try:
             ids: list[int] = tokenizer.encode_prompt([{"role": "user", "content": text}]).tolist()
         except SampleError as error:

@@ -78,7 +78,7 @@ def conversation(record: Any) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise SampleError("no assistant turn", f"{len(messages)} messages, none by the assistant")
     identity = record.get("id")
-    return Conversation(messages, _tools(record.get("tools")), None if identity is None else str(identity), layout)
+    return Conversation(messages, schemas(record.get("tools")), None if identity is None else str(identity), layout)
 
 
 def one_form(turns: Sequence[Any]) -> list[Message]:
@@ -107,7 +107,7 @@ def _sharegpt(turn: Any) -> Any:
     role = SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
     if speaker != "function_call":
         return {"role": role, "content": value}
-    call = _parsed(value)
+    call = _parsed(value, "broken tool call")
     calls = call if isinstance(call, list) else [call]
     if not all(isinstance(c, dict) and "name" in c for c in calls):
         raise SampleError("broken tool call", "a function_call is not JSON with a name and arguments")
@@ -160,12 +160,17 @@ def _call(call: Any, where: str) -> Any:
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise SampleError("broken tool call", f"{where} calls a tool without a name")
-    inner = inner | ({"arguments": _parsed(inner["arguments"])} if "arguments" in inner else {})
+    inner = inner | ({"arguments": _parsed(inner["arguments"], "broken tool call")} if "arguments" in inner else {})
     return call | {"function": inner} if "function" in call else inner
 
 
-def _tools(value: Any) -> list[Any] | None:
-    value = _parsed(value)
+def schemas(value: Any) -> list[Any] | None:
+    """Schemas of tools, written as a list or as its JSON text; None without any.
+
+    Raises:
+        SampleError: it is something else.
+    """
+    value = _parsed(value, "broken tools")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -173,11 +178,13 @@ def _tools(value: Any) -> list[Any] | None:
     return value
 
 
-def _parsed(value: Any) -> Any:
-    """`value`, or what it says when it is JSON text."""
+def _parsed(value: Any, kind: str) -> Any:
+    """`value`, or what it says when it is JSON text; text that nests too deep is bad, as what `kind` calls it."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except ValueError:
         return value
+    except RecursionError:
+        raise SampleError(kind, "its JSON text nests too deep") from None

@@ -7,6 +7,7 @@ settings:
     mask.bin      what of them is trained: one bit a token, each sample from a new byte
     index.npz     per sample: tokens, trained targets, file, line
     report.json   what was counted on the way
+    sums.json     sha256 of each of these files, which they must have to be believed
 
 It is written in one pass that holds a few samples at a time, aside and renamed, and read through memory maps, so data
 may be larger than memory. Processes that open the same set find the same folder; open it in one before starting others,
@@ -25,7 +26,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -39,7 +39,10 @@ from infir2_core.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
+FILES = ("tokens.bin", "mask.bin", "index.npz", "report.json")
+SUMS = "sums.json"
+MOST_DROPPED = 0.5  # share of samples that are too long above which a set is refused: the rest would be another set
 CHUNK = 64  # samples tokenised together
 TooLong = Literal["drop", "truncate"]
 
@@ -210,7 +213,8 @@ def open_chat(
         progress: told the number of records read so far.
 
     Raises:
-        InputError: no such data, a damaged file, a tokenizer without template, too many bad records, no sample left.
+        InputError: no such data, a damaged file, a tokenizer without template, too many bad records, more samples
+            dropped as too long than kept.
         MachineError: a missing package.
     """
     files, tokenizer = chat_files(path), load_chat_tokenizer(tokenizer_ref)
@@ -222,20 +226,25 @@ def open_chat(
         shutil.rmtree(folder, ignore_errors=True)
         build_aside(folder, lambda aside: _Writer(aside, files, max_tokens, too_long).write(tokenizer, progress))
     report = _read_report(folder, files)
-    _refuse(report, str(path), max_bad_share, max_tokens)
+    _refuse(report, str(path), max_bad_share, max_tokens, too_long)
     return ChatSet(folder, digest, report)
 
 
 def _whole(folder: Path) -> bool:
-    """Whether a set is there with all its files, as long as its index says: disks and people damage caches."""
+    """Whether a set is there as it was written: disks and people damage caches. Reads all of it, once an opening."""
     try:
-        with np.load(folder / "index.npz") as index:
-            lengths = index["tokens"]
-        json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        found = [(folder / name).stat().st_size for name in ("tokens.bin", "mask.bin")]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        stored = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+        return bool(stored == _sums(folder))
+    except (OSError, ValueError, RecursionError):
         return False
-    return found == [4 * int(lengths.sum()), int(((lengths + 7) // 8).sum())]
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in FILES:
+        with open(folder / name, "rb") as stream:
+            found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
 
 
 def _read_report(folder: Path, files: list[SourceFile]) -> ChatReport:
@@ -247,17 +256,23 @@ def _read_report(folder: Path, files: list[SourceFile]) -> ChatReport:
     return ChatReport(**stored, too_long=places.get("too long", ""), bad=bad, layouts=layouts)
 
 
-def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: int) -> None:
+def _refuse(report: ChatReport, where: str, max_bad_share: float, max_tokens: int, too_long: TooLong) -> None:
     firsts = "; ".join(f"{kind} ({t.count:,}), {t.where}: {t.detail}" for kind, t in report.bad.items())
     if not report.records:
         raise InputError("this holds no records", where, "give a file with chat data")
     if report.bad_records > max_bad_share * report.records:
         share = f"{report.bad_records:,} of {report.records:,} records are bad, more than {max_bad_share:.2%}"
         raise InputError(f"{share}. {firsts}", where, "mend them, or allow a larger share: --max-bad-share 0.05")
+    longer = "a larger --max-tokens and --row-tokens"
+    hint = f"--too-long truncate, or {longer}" if too_long == "drop" else longer
+    first = f"{report.too_long}: longer than {max_tokens:,} tokens"
     if not report.samples:
-        long = f"too long ({report.dropped:,}), {report.too_long}: longer than {max_tokens:,} tokens" if report.dropped else ""
-        hint = "raise --max-tokens, or --too-long truncate" if report.dropped else "mend them"
-        raise InputError(f"no sample is left. {'; '.join(filter(None, [long, firsts]))}", where, hint)
+        long = f"too long ({report.dropped:,}), {first}" if report.dropped else ""
+        what = f"no sample is left. {'; '.join(filter(None, [long, firsts]))}"
+        raise InputError(what, where, hint if report.dropped else "mend them")
+    if report.dropped > MOST_DROPPED * (report.dropped + report.samples):
+        share = f"{report.dropped:,} of {report.dropped + report.samples:,} samples are dropped as too long"
+        raise InputError(f"{share}, more than half. The first: {first}", where, hint)
 
 
 class _Writer:
@@ -291,6 +306,7 @@ class _Writer:
         report["prompt_tokens"] = int(tokens_of.sum()) - report["trained_tokens"]
         report |= {"bad": self.bad, "places": self.places, "layouts": self.layouts}
         (self.aside / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (self.aside / SUMS).write_text(json.dumps(_sums(self.aside), indent=1) + "\n", encoding="utf-8")
 
     def _good(self) -> Iterator[Record]:
         """Records that are conversations; the others, and those whose id was there before, are counted."""

@@ -89,13 +89,17 @@ def read_chat(files: Sequence[SourceFile]) -> Iterator[Record | Bad]:
 
 
 def _value(line: bytes) -> Any:
+    if b"\0" in line:  # which JSON never holds, and json.loads would take for another encoding
+        raise SampleError("not JSON", "not UTF-8 text (it holds zero bytes, as UTF-16 does)")
     try:
-        return json.loads(line)
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise SampleError("not JSON", f"not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise SampleError("not JSON", f"{error.msg[0].lower()}{error.msg[1:]}, at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise SampleError("not JSON", "it nests too deep") from None
+    except ValueError as error:
         raise SampleError("not JSON", str(error)) from None
 
 
@@ -115,18 +119,31 @@ def _rows(file: SourceFile) -> Iterator[tuple[int, dict[str, Any]]]:
     except (pa.ArrowInvalid, pa.ArrowIOError) as error:
         raise InputError(f"not a Parquet file: {error}", str(file.path), "write or download it again") from None
     columns = [name for name in table.schema_arrow.names if name in KEYS]
-    if not columns:
-        found = ", ".join(table.schema_arrow.names)
-        hint = "rename a column to messages, conversations, or two to prompt and response"
+    answered = "prompt" in columns and not {"response", "completion"}.isdisjoint(columns)
+    if not answered and {"messages", "conversations"}.isdisjoint(columns):
+        found = ", ".join(table.schema_arrow.names) or "no columns"
+        hint = "rename a column to messages or conversations, or two to prompt and response"
         raise InputError(f"no column of chat data; it has {found}", str(file.path), hint)
     number = 0
     try:
         for batch in table.iter_batches(batch_size=ROWS, columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                yield number, row
+                yield number, _without_nulls(row)
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise InputError(f"damaged Parquet file: {error}", str(file.path), "write or download it again") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a table without the keys that are null, at any depth.
+
+    A column has one type, so every object in it has the keys of all of them: those that a row did not have are null.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list):
+        return [_without_nulls(held) for held in value]
+    return value
 
 
 def content_digests(files: Sequence[SourceFile], memory: Path) -> list[str]:
@@ -141,8 +158,10 @@ def _remembered(file: SourceFile, memory: Path) -> str:
     stat = file.path.stat()
     named = json.dumps([str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     note = memory / hashlib.sha256(named.encode()).hexdigest()[:24]
-    if note.is_file() and len(known := note.read_text()) == 64:
-        return known
+    if note.is_file():
+        known, _, proof = note.read_text(errors="replace").partition(" ")
+        if proof == _proof(named, known):
+            return known
     state = hashlib.sha256()
     with open(file.path, "rb") as stream:
         while piece := stream.read(READ):
@@ -150,6 +169,11 @@ def _remembered(file: SourceFile, memory: Path) -> str:
     memory.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=memory)
     with os.fdopen(handle, "w") as written:
-        written.write(state.hexdigest())
+        written.write(f"{state.hexdigest()} {_proof(named, state.hexdigest())}")
     os.replace(aside, note)
     return state.hexdigest()
+
+
+def _proof(named: str, digest: str) -> str:
+    """What only a note that is as it was written holds beside its digest."""
+    return hashlib.sha256(f"{named} {digest}".encode()).hexdigest()

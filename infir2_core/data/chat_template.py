@@ -19,7 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from infir2_core.errors import InputError
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers looks for the same
 PROBE = "b7e1f2probe"  # content that no template knows
 INSTRUCT = "--tokenizer with the folder or hub id of an Instruct model, such as Qwen/Qwen2.5-1.5B-Instruct"
+LIMIT = 20.0  # seconds of one rendering; real ones take milliseconds
 VERSION = 2  # of the masks: raised when the same conversation would get another one
 Spans = list[tuple[int, int]]
 
@@ -139,14 +143,15 @@ class ChatTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self._template(tools),
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **self._pretrained.special_tokens_map,
-            )
+            with _limited():
+                texts, spans = render_jinja_template(
+                    [messages],
+                    tools=tools,
+                    chat_template=self._template(tools),
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompt,
+                    **self._pretrained.special_tokens_map,
+                )
         except Exception as error:  # a template is a program: it may raise anything
             raise SampleError("template fails", f"{type(error).__name__}: {error}") from None
         if not is_text(texts[0]):  # in names, arguments or schemas: contents were looked at
@@ -232,6 +237,26 @@ class ChatTokenizer:
             return i, added[i].content
         what = "the chat template ends an assistant turn with no special token, so no model could learn where to stop"
         raise InputError(what, where, INSTRUCT)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raises TimeoutError inside after `LIMIT`, where that is possible: in the main thread, if nobody uses the timer."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getitimer(signal.ITIMER_REAL)[0] or signal.getsignal(signal.SIGALRM) is None:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes longer than {LIMIT:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def common_prefix(a: str, b: str) -> int:

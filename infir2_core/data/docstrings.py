@@ -20,6 +20,7 @@ from infir2_core.data.chat_set import epoch_order
 from infir2_core.data.sources import STDLIB, find_files
 from infir2_core.errors import InputError
 
+SUFFIXES = (".jsonl", ".ndjson")
 QUESTION = 240  # characters at most
 ANSWER = range(12, 161)  # characters; shorter ones say nothing
 
@@ -28,7 +29,8 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0, dry_run: bool
     """Writes the JSONL file `out`, one object with `id` and `messages` a line, in an order drawn from `seed`.
 
     Args:
-        out: file to write; its folder is made. An existing file is replaced once the new one is whole.
+        out: file to write, .jsonl or .ndjson; its folder is made. An existing file is replaced, once the new one is
+            whole, if each of its lines is one that this function writes.
         limit: samples at most; 0 writes all.
         dry_run: only count.
 
@@ -36,8 +38,9 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0, dry_run: bool
         functions (with a docstring that fits), samples (no question and no id twice).
 
     Raises:
-        InputError: `out` cannot be written.
+        InputError: `out` cannot be written, holds something else, or has a name that is not read as chats.
     """
+    _check_place(out)
     found = _answered()
     questions: dict[str, tuple[str, str]] = {}
     seen: set[str] = set()
@@ -61,6 +64,41 @@ def write_docstring_chat(out: Path, limit: int = 0, seed: int = 0, dry_run: bool
         with suppress(OSError):  # it was renamed, or never there
             aside.unlink()
     return counts
+
+
+def _check_place(out: Path) -> None:
+    """Refuses what would be lost, or could not be read afterwards."""
+    where = f"--out {out}"
+    if not out.name:
+        raise InputError("this names no file", where, "--out data/chat.jsonl")
+    if out.suffix not in SUFFIXES:
+        what = f"this would not be read as chats: the demo is written as {' or '.join(SUFFIXES)}"
+        raise InputError(what, where, f"--out {out.with_name((out.name.partition('.')[0] or 'chat') + '.jsonl')}")
+    try:
+        taken = out.is_symlink() or (out.exists() and not (out.is_file() and _is_demo(out)))
+    except OSError as error:
+        raise InputError(f"cannot write here: {error.strerror}", where, "choose another --out") from None
+    if taken:
+        what = "something else than a demo set is here, and would be overwritten"
+        raise InputError(what, where, "choose another --out, or remove it")
+
+
+def _is_demo(path: Path) -> bool:
+    """Whether every line is one of this module's."""
+    try:
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            return all(_is_line(line) for line in lines)
+    except UnicodeDecodeError:
+        return False
+
+
+def _is_line(line: str) -> bool:
+    try:
+        record = json.loads(line)
+        question, answer = (message["content"] for message in record["messages"])
+        return question.startswith("# ") and line == _line(record["id"], question, answer)
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def _line(name: str, question: str, answer: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .chat_record import SampleError, is_text, one_form
+from .chat_record import SampleError, is_text, one_form, schemas
+from .sources import JSONL
 from .tokenizer import BYTE, Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -22,10 +23,11 @@ CUT = "\ufffd"  # what decoding puts in the place of bytes that are no whole cha
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text or chat messages, and where it was found, as shown in errors."""
+    """A text or chat messages, where it was found, as shown in errors, and schemas of tools for the template."""
 
     content: str | Messages
     where: str
+    tools: list[Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.content, str) and not is_text(self.content):
@@ -33,21 +35,22 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: one a line, or with the suffix .jsonl one object a line, with `prompt` or `messages`.
+    """The prompts of a file: one a line, or with the suffix .jsonl (or .ndjson) one object a line, with `prompt` or
+    `messages`, and `tools` beside them.
 
     Raises:
         InputError: no such file, not UTF-8, no prompt in it, or a line that is not such an object (naming it).
     """
-    where = f"--file {path}"
+    where, is_json = f"--file {path}", path.suffix in JSONL
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines() if path.suffix != ".jsonl" else _lines(path)
+        lines = _lines(path) if is_json else path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         raise InputError("there is no such file", where, "check the path") from None
     except IsADirectoryError:
         raise InputError("this is a folder, expected a file of prompts", where, "give a .txt or .jsonl file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8: {error.reason} at byte {error.start}", where, "save it as UTF-8") from None
-    read = _from_json if path.suffix == ".jsonl" else Prompt
+    read = _from_json if is_json else Prompt
     found = [read(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         hint = 'one prompt a line, or in a .jsonl file objects such as {"prompt": "Hello"}'
@@ -70,7 +73,7 @@ def _from_json(line: str, where: str) -> Prompt:
     if "prompt" in record:
         if not isinstance(record["prompt"], str) or not record["prompt"]:
             raise InputError("'prompt' must be a text that is not empty", where, hint)
-        return Prompt(record["prompt"], where)
+        return Prompt(record["prompt"], where, _tools(record, where))
     if not isinstance(record["messages"], list) or not record["messages"]:
         raise InputError("'messages' must be a list of objects with 'role' and 'content'", where, hint)
     try:
@@ -79,7 +82,14 @@ def _from_json(line: str, where: str) -> Prompt:
         raise InputError(str(error), where, hint) from None
     if messages[-1]["role"] == "assistant":
         raise InputError("the last message is the assistant's: there is nothing to answer", where, "leave it out")
-    return Prompt(messages, where)
+    return Prompt(messages, where, _tools(record, where))
+
+
+def _tools(record: dict[str, Any], where: str) -> list[Any] | None:
+    try:
+        return schemas(record.get("tools"))
+    except SampleError as error:
+        raise InputError(str(error), where, "write 'tools' as a list of schemas, or leave it out") from None
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
@@ -112,14 +122,14 @@ class Chat:
             hint = "--raw to continue the text as it is, or --tokenizer of an Instruct model"
             raise InputError(error.what, f"--chat: {tokenizer.location}", hint) from error
 
-    def encode(self, messages: Messages, where: str) -> list[int]:
+    def encode(self, messages: Messages, where: str, tools: list[Any] | None = None) -> list[int]:
         """Ids of the messages and of what opens the assistant's turn.
 
         Raises:
             InputError: the template fails on these messages; `where` is shown.
         """
         try:
-            ids: list[int] = self._chat.encode_prompt(messages).tolist()
+            ids: list[int] = self._chat.encode_prompt(messages, tools).tolist()
         except SampleError as error:
             what = f"the chat template fails on this prompt: {error}"
             raise InputError(what, where, "check the roles and contents of the messages") from error

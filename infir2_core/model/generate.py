@@ -53,15 +53,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for holds, flag, wanted in (
-            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
-            (0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or above"),
-            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (self.top_k >= 0, "top_k", "0 (all tokens) or above"),
+        for holds, flag, wanted, usual in (
+            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1", "256"),
+            (0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or above", "0, or 0.8 for draws"),
+            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1", "0.95, or 1 for all tokens"),
+            (self.top_k >= 0, "top_k", "0 (all tokens) or above", "50, or 0 for all tokens"),
         ):
             if not holds:
                 name = "--" + flag.replace("_", "-")
-                raise InputError(f"{flag} is {getattr(self, flag)}, it must be {wanted}", name)
+                raise InputError(f"{flag} is {getattr(self, flag)}, it must be {wanted}", name, f"{name} {usual}")
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,9 @@ def sample(logits_BV: Tensor, uniform_B: Tensor, settings: Sampling) -> tuple[Te
     Returns:
         int64 [B], and float32 [B] log-probabilities at the temperature, before truncation.
     """
-    # The largest becomes 0 beforehand, so that no temperature is too low.
-    logprobs = torch.log_softmax((logits_BV - logits_BV.amax(-1, keepdim=True)) / settings.temperature, -1)
+    # The largest becomes 0 beforehand, and the divisor stays above 0 in float32, so that no temperature is too low.
+    lower = logits_BV - logits_BV.amax(-1, keepdim=True)
+    logprobs = torch.log_softmax(lower / max(settings.temperature, 1e-37), -1)
     weights, order = logprobs.double().exp(), None
     if settings.top_k or settings.top_p < 1:
         weights, order = weights.sort(dim=-1, descending=True, stable=True)

@@ -36,6 +36,7 @@ def copy_corpus(corpus: Path, folder: Path) -> Path:
 
 
 def test_missing_and_empty_data(train: Train, tmp_path: Path) -> None:
+    assert_refused(train("--data", ""), 3, "--data is empty")
     assert_refused(train("--data", tmp_path / "nowhere"), 3, "nowhere", "infir2 data prepare")
     for suffix in (".bin", ".idx"):
         (tmp_path / f"empty{suffix}").touch()

@@ -89,11 +89,17 @@ def test_bad_input(tmp_path: Path, run_cli: Any, line: str, arguments: list[str]
         (["show", "--chat", "a.json"], 3, "jq -c '.[]' a.json > a.jsonl"),
         (["show", "corpus", "--chat", "a.jsonl"], 2, "a corpus and chat data are named"),
         (["chat-demo", "--out", "a.json/b.jsonl"], 3, "cannot write here"),
+        (["show", "--chat", ""], 3, "--chat is empty"),
+        (["chat-demo", "--out", ""], 3, "this names no file"),
+        (["chat-demo", "--out", "a.json"], 3, "--out a.jsonl"),
+        (["chat-demo", "--out", "mine.jsonl"], 3, "would be overwritten"),
+        (["chat-demo", "--out", "/dev/null"], 3, "hint:"),
         (["chat-demo"], 2, "--out"),
     ],
 )
 def test_wrong_places(tmp_path: Path, run_cli: Any, arguments: list[str], code: int, message: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "mine.jsonl").write_text("{}\n")
     result = run_cli("data", *arguments, cwd=tmp_path)
     assert result.returncode == code and message in result.stderr and "Traceback" not in result.stderr

@@ -15,6 +15,8 @@ from hf_models import edit_config, write_model
 from tiny_bpe import train_bpe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infir2_core.train.manifest import seal
+
 Cli = Callable[..., Any]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -117,6 +119,46 @@ def test_a_run_its_checkpoint_and_its_export_say_the_same(run_cli: Cli, train: C
     assert run_cli("generate", "moved", *common, "--tokenizer", "byte", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("during", ["check_hashes", "rows_as"])
+def test_a_checkpoint_that_is_retired_while_it_is_read(
+    during: str, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that is training does it: what is read then is its newest one."""
+    from infir2_core.convert import ready, weights
+    from infir2_core.errors import InputError
+
+    saved = tmp_path / "runs" / "mine" / "checkpoints"
+    assert train("--steps", 2, "--recipe", "bf16", "--eval-every", 0, name="mine").returncode == 0
+    step, aside = saved / "step-00000002", tmp_path / "step-00000002"
+    module, left = weights if during == "check_hashes" else ready, [1]
+    read = getattr(module, during)
+
+    def retire_meanwhile(*arguments: Any) -> Any:
+        if left:
+            left.pop()
+            shutil.move(step, aside)
+            shutil.copytree(aside, saved / "step-00000003")  # what a manifest says of its step is checked
+            manifest = json.loads((aside / "manifest.json").read_text())
+            del manifest["sha256"]
+            (saved / "step-00000003" / "manifest.json").write_text(seal(manifest | {"step": 3}))
+        return read(*arguments)
+
+    def load(folder: Path) -> Path:
+        found = ready.find_model(folder, "MODEL")
+        return ready.load_model(found, ready.choose_recipe(found, None), "cpu", lambda done, total: None)[
+            1
+        ].weights.path
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, during, retire_meanwhile)
+        assert load(tmp_path / "runs" / "mine") == saved / "step-00000003"
+        shutil.move(aside, step)
+        shutil.rmtree(saved / "step-00000003")
+        left.append(1)
+        with pytest.raises((InputError, OSError)):  # it was asked for by name, and no other one is
+            load(step)
+
+
 def theirs_of_export(run_cli: Cli, folder: Path, ids: list[int]) -> list[int]:
     assert run_cli("convert", "to-hf", "mine", "out32", "--dtype", "float32", cwd=folder).returncode == 0
     return theirs(folder / "out32", ids, 12)
@@ -178,6 +220,7 @@ def test_what_cannot_be_asked(
         main()
     out, err = capsys.readouterr()
     assert ended.value.code == code and what in err and out == "", err
+    assert "hint:" in err
 
 
 @pytest.fixture(scope="module")

@@ -206,9 +206,13 @@ def test_other_settings_and_other_data_under_a_name_are_refused(tune: Tune, tmp_
     write_chats(tmp_path / "chats.jsonl", 20, seed=5)
     changed = tune("--steps", 1)
     assert changed.returncode == 3 and "data.0.content" in changed.stderr
-    write_chats(tmp_path / "elsewhere.jsonl", 20)
-    moved = tune("--steps", 1, "--data", "elsewhere.jsonl")
-    assert moved.returncode == 3 and "data.0.prefix" in moved.stderr
+    write_chats(tmp_path / "renamed.jsonl", 20)
+    renamed = tune("--steps", 1, "--data", "renamed.jsonl")
+    assert renamed.returncode == 3 and "data.0.prefix" in renamed.stderr
+    (tmp_path / "elsewhere").mkdir()
+    write_chats(tmp_path / "elsewhere" / "chats.jsonl", 20)
+    moved = tune("--steps", 1, "--data", "elsewhere/chats.jsonl")
+    assert moved.returncode == 0 and "resuming run at step 1" in moved.stdout, moved.stderr
 
 
 def said(*turns: tuple[str, str], **extra: Any) -> str:
@@ -252,6 +256,8 @@ def test_bad_samples_are_counted_named_and_above_a_share_refused(tune: Tune, tmp
         (["--tokenizer", "nowhere"], ["no such tokenizer"]),
         (["--stage", 1, "--from", "nowhere"], ["'nowhere' is no folder, run or hub id", "--from"]),
         (["--eval-share", 1], ["eval_share must be below 1"]),
+        (["--data", ""], ["--data is empty", "hint:"]),
+        (["--prompt", ""], ["the prompt is empty", "hint:"]),
         (["--prompt", "x" * 3000], ["the prompt has 3019 tokens, 2040 leave room"]),
         (["--device", "cuda"], ["CUDA"]),
     ],

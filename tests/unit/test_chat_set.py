@@ -126,19 +126,20 @@ def test_a_full_disk_is_said_with_its_place_and_leaves_nothing(tmp_path: Path, m
     assert len(opened(path)) == 3
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "index.npz", "report.json"])
-@pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
+@pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "index.npz", "report.json", "sums.json"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut", "other", "{}", "["])
 def test_a_damaged_set_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", *samples(5))
     first = opened(path)
     last = first.sample(4)
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     whole = file.read_bytes()
-    file.unlink() if damage == "gone" else file.write_bytes(whole[: len(whole) // 2 if damage == "cut" else 0])
+    damaged = {"empty": b"", "cut": whole[: len(whole) // 2], "other": bytes(len(whole)), "[": b"[" * 100_000}
+    file.unlink() if damage == "gone" else file.write_bytes(damaged.get(damage, damage.encode()))
     again = opened(path)
     assert again.digest == first.digest and again.report == first.report
     assert (again.sample(4).tokens == last.tokens).all() and (again.sample(4).weights == last.weights).all()
-    if name != "index.npz":  # a zip file has times in it
+    if name not in ("index.npz", "sums.json"):  # a zip file has times in it
         assert file.read_bytes() == whole
 
 
@@ -147,17 +148,27 @@ def test_too_long_samples(tmp_path: Path) -> None:
     prompt = len(chat.encode_prompt([USER]))
     long = {"messages": [USER, {"role": "assistant", "content": "x" * 50}]}
     hopeless = {"messages": [{"role": "user", "content": "y" * 90}, ANSWER]}
-    path = jsonl(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, long, hopeless)
+    path = jsonl(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, long, hopeless, {"messages": [USER, ANSWER]})
     whole = len(chat.encode_chat(long["messages"])[0])
-    assert len(opened(path, max_tokens=whole - 1)) == 2  # positions are one less than tokens
+    assert len(opened(path, max_tokens=whole - 1)) == 3  # positions are one less than tokens
     dropped = opened(path, max_tokens=whole - 2).report
-    assert (dropped.samples, dropped.dropped, dropped.truncated, dropped.too_long) == (1, 2, 0, "a.jsonl, line 2")
+    assert (dropped.samples, dropped.dropped, dropped.truncated, dropped.too_long) == (2, 2, 0, "a.jsonl, line 2")
     cut = opened(path, max_tokens=40, too_long="truncate")
-    assert (len(cut), cut.report.dropped, cut.report.truncated) == (2, 1, 1)
+    assert (len(cut), cut.report.dropped, cut.report.truncated) == (3, 1, 1)
     sample = cut.sample(1)
     assert len(sample.weights) == 40 and sample.weights.sum() == 41 - prompt
-    with pytest.raises(InputError, match=r"no sample is left. too long \(3\), a.jsonl, line 1: longer than 4 tokens"):
+    with pytest.raises(InputError, match=r"no sample is left. too long \(4\), a.jsonl, line 1: longer than 4 tokens"):
         opened(path, max_tokens=4)
+
+
+def test_more_samples_dropped_than_kept_are_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *samples(3), *long_samples(4))
+    with pytest.raises(InputError, match="4 of 7 samples are dropped as too long, more than half") as info:
+        opened(path)
+    assert "a.jsonl, line 4: longer than 256 tokens" in info.value.what
+    assert info.value.hint == "--too-long truncate, or a larger --max-tokens and --row-tokens"
+    assert len(opened(path, too_long="truncate")) == 7
+    assert len(opened(jsonl(path, *samples(4), *long_samples(4)))) == 4
 
 
 def test_bad_records_are_counted_named_and_refused_above_the_share(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ LAYOUTS = {
     "prompt/response": {"system": "be short", "prompt": "2 + 2?", "response": "4"},
     "prompt/completion": {"prompt": SAID[:2], "completion": SAID[2:]},
 }
+DEEP = "[" * 100_000
 USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 
 
@@ -92,6 +93,13 @@ BAD: list[tuple[str, Any, str]] = [
     ("broken tool call", {"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "without a name"),
     ("broken tool call", {"conversations": [{"from": "function_call", "value": "add 2"}]}, "not JSON"),
     ("broken tools", {"messages": [USER, ANSWER], "tools": "nonsense"}, "schemas"),
+    ("broken tools", {"messages": [USER, ANSWER], "tools": DEEP}, "too deep"),
+    (
+        "broken tool call",
+        {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}]},
+        "too deep",
+    ),
+    ("broken tool call", {"conversations": [{"from": "function_call", "value": DEEP}]}, "too deep"),
 ]
 
 
@@ -125,6 +133,36 @@ def test_lines_and_rows_in_order_with_their_places(tmp_path: Path) -> None:
     assert all(r.said.messages == [USER, ANSWER] for r in records if isinstance(r, Record))
 
 
+def test_a_table_adds_no_keys_to_what_its_rows_hold(tmp_path: Path) -> None:
+    """Arrow gives each object of a column the keys of all of them."""
+
+    def record(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        schema = {"name": name, "parameters": {"properties": {key: {"type": "any"} for key in arguments}}}
+        turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+        return {"messages": [*turns, ANSWER], "tools": [schema]}
+
+    rows = [record("f", {"a": 1}), record("g", {"b": "x", "c": {"d": [1, None]}}), record("h", {"c": {"e": 2}})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    read = list(read_chat(chat_files(tmp_path / "a.parquet")))
+    assert [r.said for r in read if isinstance(r, Record)] == [conversation(row) for row in rows]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_no_json(tmp_path: Path, encoding: str) -> None:
+    text = "".join(json.dumps({"prompt": "é", "response": "b"}, ensure_ascii=False) + "\n" for _ in range(2))
+    (tmp_path / "a.jsonl").write_bytes(text.encode(encoding))
+    read = list(read_chat(chat_files(tmp_path / "a.jsonl")))
+    assert read and all(isinstance(r, Bad) and r.kind == "not JSON" and "not UTF-8" in r.detail for r in read)
+
+
+def test_a_line_that_nests_too_deep_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(DEEP + "\n" + json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    bad, good = read_chat(chat_files(tmp_path / "a.jsonl"))
+    assert isinstance(bad, Bad) and (bad.kind, bad.detail) == ("not JSON", "it nests too deep")
+    assert isinstance(good, Record)
+
+
 def test_reading_holds_little_at_a_time(tmp_path: Path) -> None:
     record = {"messages": [USER, {"role": "assistant", "content": "word " * 2000}]}
     jsonl(tmp_path / "big.jsonl", *[record] * 1000)
@@ -155,6 +193,16 @@ def test_a_known_file_is_not_hashed_again_and_a_changed_one_is(tmp_path: Path, m
     assert content_digests(chat_files(path), memory) != first
 
 
+@pytest.mark.parametrize("garbage", [b"a" * 64, b"a" * 129, b"\xff" * 64, b"", b"0" * 64 + b" " + b"0" * 64])
+def test_a_damaged_memory_is_not_believed(tmp_path: Path, garbage: bytes) -> None:
+    path, memory = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}), tmp_path / "memory"
+    right = content_digests(chat_files(path), memory)
+    (note,) = memory.iterdir()
+    written = note.read_bytes()
+    note.write_bytes(garbage)
+    assert content_digests(chat_files(path), memory) == right and note.read_bytes() == written
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -175,6 +223,8 @@ def test_unusable_files(tmp_path: Path, name: str, content: bytes | None, messag
 
 
 def test_a_table_without_chat_columns(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="it has text"):
-        list(read_chat(chat_files(tmp_path / "a.parquet")))
+    for columns in ({"text": ["a"]}, {"id": ["1"], "text": ["a"]}, {"prompt": ["a"], "text": ["a"]}):
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=f"it has {', '.join(columns)}\\n") as info:
+            list(read_chat(chat_files(tmp_path / "a.parquet")))
+        assert "messages or conversations, or two to prompt and response" in info.value.hint

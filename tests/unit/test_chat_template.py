@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from tiny_bpe import train_bpe
 from transformers import PreTrainedTokenizerFast
 
+from infir2_core.data import chat_template
 from infir2_core.data.byte_files import BYTE_TEMPLATE, byte_files
 from infir2_core.data.chat_record import SampleError
 from infir2_core.data.chat_template import ChatTokenizer, common_prefix, load_chat_tokenizer
@@ -250,6 +253,25 @@ def test_half_a_character_in_what_a_template_shows_is_that_samples_trouble() -> 
     made = chat.encode_many([(good, None), (calls, None)])
     assert not isinstance(made[0], SampleError)
     assert isinstance(made[1], SampleError) and made[1].kind == "content is not text"
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_come_to_an_end_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT", 0.3)
+    slow = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}" + BYTE_TEMPLATE
+    chat = load_chat_tokenizer(str(train_bpe(tmp_path / "slow", chat_template=slow)))
+    before, answer = signal.getsignal(signal.SIGALRM), {"role": "assistant", "content": "!"}
+    chats = [([{"role": "user", "content": said}, answer], None) for said in ("slow", "fast")]
+    failed, made = chat.encode_many(chats)
+    assert isinstance(failed, SampleError) and failed.kind == "template fails" and "longer than 0.3 s" in failed.detail
+    assert isinstance(made, tuple)
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    with ThreadPoolExecutor(1) as pool:  # signals reach the main thread alone
+        assert pool.submit(chat.encode_chat, *chats[1]).result()
+    with pytest.raises(InputError, match="longer than 0.3 seconds"):
+        load_chat_tokenizer(str(train_bpe(tmp_path / "never", chat_template=ENDLESS)))
 
 
 def test_the_assistant_may_open_where_the_template_lets_it() -> None:

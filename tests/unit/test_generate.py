@@ -176,7 +176,9 @@ def test_the_ends_of_the_random_numbers_choose_tokens_that_were_kept() -> None:
     assert sample(logits, ends, Sampling(1, 1.0))[0].tolist() == [0, 3]
     assert sample(logits, ends, Sampling(1, 1.0, top_k=2))[0].tolist() == [2, 3]
     assert sample(logits, ends, Sampling(1, 1.0, top_p=1e-9))[0].tolist() == [2, 2]
-    assert sample(logits, ends, Sampling(1, 1e-42))[0].tolist() == [2, 2]
+    for tiny in (1e-37, 1e-42, 1e-300, 5e-324):
+        tokens, logprobs = sample(logits, ends, Sampling(1, tiny))
+        assert (tokens.tolist(), logprobs.tolist()) == ([2, 2], [0, 0])
 
 
 def test_draws_of_a_model_follow_its_distribution_and_repeat_by_seed() -> None:

@@ -94,6 +94,8 @@ def test_where_a_chat_template_may_stand(bpe: Tokenizer, tmp_path: Path) -> None
     ("content", "chat", "system", "what"),
     [
         ("", False, None, "the prompt is empty"),
+        ("", None, None, "the prompt is empty"),
+        (" \n", True, "Be good.", "the prompt is empty"),
         ("fox " * 50, False, None, "the model 40 positions"),
         ("fox " * 50, True, None, "the model 40 positions"),
         ([{"role": "user", "content": "x"}], False, None, "these are chat messages"),
@@ -129,6 +131,19 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     assert read_prompts(text) == [Prompt("one", f"{text}:1")]
 
 
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    shows = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + TEMPLATE
+    tokenizer = load_tokenizer(str(train_bpe(tmp_path / "bpe", chat_template=shows)))
+    path, messages = tmp_path / "p.ndjson", [{"role": "user", "content": "fox"}]
+    records: list[dict[str, Any]] = [{"messages": messages}, {"prompt": "fox"}]
+    records += [{**record, "tools": tools} for record in records for tools in ([{"name": "f"}], '[{"name": "f"}]')]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    without, text, *others = encode(read_prompts(path), tokenizer, None, None, 99)
+    assert without == text and all(tokenizer.decode(ids) == "f" + tokenizer.decode(without) for ids in others)
+    with pytest.raises(InputError, match="these are tools"):
+        encode(read_prompts(path)[4:], tokenizer, False, None, 99)
+
+
 def test_messages_have_the_form_that_training_gives_them(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -156,6 +171,8 @@ def test_messages_have_the_form_that_training_gives_them(tmp_path: Path) -> None
         ("p.jsonl", b'{"messages": [{"content": "x"}]}', "message 1 has the role None", "p.jsonl:1"),
         ("p.jsonl", b'{"messages": {"role": "user"}}', "must be a list of objects", "p.jsonl:1"),
         ("p.jsonl", b'{"messages": [{"role": "user", "content": 7}]}', "content is not text: message 1", "p.jsonl:1"),
+        ("p.jsonl", b'{"prompt": "a", "tools": 3}', "not a list of schemas", "p.jsonl:1"),
+        ("p.ndjson", b'{"prompt"', "not JSON", "p.ndjson:1"),
         ("p.jsonl", b'{"messages": [{"role": "user"}]}', "empty content: message 1", "p.jsonl:1"),
         ("p.jsonl", b'{"prompt": "\\ud800"}', "half a surrogate pair", "p.jsonl:1"),
         ("p.jsonl", b'{"prompt": ' + b"[" * 100_000, "not JSON: maximum recursion", "p.jsonl:1"),
