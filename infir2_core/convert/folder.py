@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..config.hf_config import KEYS, shape_from_hf
+from ..config.hf_config import KEYS, refuse_malformed, shape_from_hf
 from ..config.schema import ModelShape
 from ..errors import InputError
-from ..model.hf import INDEX, SINGLE, weight_files
+from ..model.hf import INDEX, SINGLE, refuse_strays, weight_files
 from ..train.shards import raw_bytes
 from .safefile import Entry, Reader, read_header
 
@@ -125,6 +125,7 @@ def weight_shape(config: dict[str, Any], where: str) -> ModelShape:
     Raises:
         InputError: a model class that is not known (with those that are), or a key that is missing or wrong.
     """
+    refuse_malformed(config, where)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         return shape_from_hf(plain, where)
@@ -138,11 +139,13 @@ def open_folder(folder: Path) -> HFFolder:
 
     Raises:
         InputError: missing index, shard or tensor, a truncated file, an index entry that leaves the folder, a shape
-            that the config contradicts, a tensor without a place in the model.
+            or dtype that the config contradicts, a tensor without a place in the model, weights that the index does
+            not name.
     """
     config = read_config(folder)
     shape = weight_shape(config, str(folder / "config.json"))
     files = named_files(folder)
+    refuse_strays(folder, files)
     entries = read_entries(folder, files)
     wanted = tensor_shapes(shape)
     for name, expected in wanted.items():
@@ -159,6 +162,9 @@ def open_folder(folder: Path) -> HFFolder:
     if trouble := tied_trouble(entries, shape):
         hint = "remove it, or set tie_word_embeddings to false if the model has a head of its own"
         raise InputError(trouble, str(files[HEAD]), hint)
+    for trouble in dtype_trouble(entries, config):
+        hint = "set dtype in config.json to what the weights are, or download the model again"
+        raise InputError(trouble, str(folder / "config.json"), hint)
     return HFFolder(folder, config, shape, entries)
 
 
@@ -179,6 +185,33 @@ def tied_trouble(entries: Mapping[str, Entry], shape: ModelShape) -> str:
             if a != b:
                 return f"'{HEAD}' differs from '{EMBEDDING}', to which config.json ties it"
     return ""
+
+
+def dtype_trouble(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> list[str]:
+    """What config.json and the weights that are not quantised say of their dtype, where they disagree.
+
+    Norms and biases may have any: some writers keep them in float32.
+    """
+    held = [e for e in entries.values() if e.dtype in FLOATS and e.name.endswith(".weight") and "norm" not in e.name]
+    linears: dict[torch.dtype, str] = {}
+    for entry in held:
+        if ".layers." in entry.name:
+            linears.setdefault(entry.dtype, entry.name)
+    found = []
+    if len(linears) > 1:
+        shown = ", ".join(f"{short(dtype)} (such as '{name}')" for dtype, name in linears.items())
+        found.append(f"the linear layers have several dtypes: {shown}")
+    for key in ("dtype", "torch_dtype"):
+        others = [e for e in held if config.get(key) and short(e.dtype) != config[key]]
+        if others:
+            named = f"{len(others)} weights have another, such as '{others[0].name}': {short(others[0].dtype)}"
+            found.append(f"config.json: {key} is {config[key]}, and {named}")
+    return found
+
+
+def short(dtype: torch.dtype) -> str:
+    """`bfloat16`, as config.json spells it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def named_files(folder: Path) -> dict[str, Path]:

@@ -18,16 +18,19 @@ from torch import Tensor
 
 from ..config.schema import ModelShape
 from ..errors import InputError
+from ..model.hf import stray_weights
 from .cast_plan import ROLES, SCALE_FMTS
 from .folder import (
     FLOATS,
     SCALE,
+    dtype_trouble,
     grid,
     known_extra,
     links_outside,
     named_files,
     read_config,
     read_entries,
+    short,
     tensor_shapes,
     tied_trouble,
     weight_shape,
@@ -78,13 +81,13 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     try:
         config = read_config(folder)
         shape = weight_shape(config, str(folder / "config.json"))
-        entries = read_entries(folder, named_files(folder))
+        files = named_files(folder)
+        entries = read_entries(folder, files)
     except InputError as error:
         verdict.problems.append(_line(error))
         return verdict
     verdict.tensors, verdict.nbytes = len(entries), sum(entry.nbytes for entry in entries.values())
-    unnamed = sorted({p.name for p in folder.glob("*.safetensors")} - {e.file.name for e in entries.values()})
-    verdict.problems += [f"{name} is in no entry of the index" for name in unnamed]
+    verdict.problems += [f"{name} is in no entry of the index" for name in stray_weights(folder, files)]
     verdict.problems += links_outside(folder)
     if "auto_map" in config:
         verdict.problems.append("config.json: auto_map asks loaders to run code that comes with the weights")
@@ -92,6 +95,7 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     block = _block(quantization, verdict) if quantization else None
     skipped = _skipped(quantization) if isinstance(quantization, dict) else []
     _check_headers(entries, shape, block, skipped, verdict)
+    verdict.problems += dtype_trouble(entries, config)
     if values and (trouble := tied_trouble(entries, shape)):
         verdict.problems.append(trouble)
     if values:
@@ -164,11 +168,11 @@ def _check_headers(
                 if entry.dtype == CODES
                 else "expected bf16, fp16 or fp32"
             )
-            problems.append(f"'{name}' has dtype {_short(entry.dtype)}: {why}")
+            problems.append(f"'{name}' has dtype {short(entry.dtype)}: {why}")
         elif name + SCALE in entries:
             problems.append(f"'{name}{SCALE}' belongs to a weight that is not quantised")
         else:
-            dtypes.add(_short(entry.dtype))
+            dtypes.add(short(entry.dtype))
     for name in entries:
         if name not in wanted and name.removesuffix(SCALE) not in wanted and not known_extra(name, shape):
             problems.append(f"tensor '{name}' has no place in this model")
@@ -177,14 +181,14 @@ def _check_headers(
 
 def _check_scale(weight: Entry, scale: Entry | None, block: tuple[int, int], problems: list[str]) -> None:
     if weight.dtype != CODES:
-        kind = _short(weight.dtype)
+        kind = short(weight.dtype)
         problems.append(f"'{weight.name}' has dtype {kind}, config.json says that it is quantised to E4M3")
         return
     if scale is None:
         problems.append(f"'{weight.name}' has no scale: '{weight.name}{SCALE}' is missing")
         return
     if scale.dtype != torch.float32:
-        problems.append(f"'{scale.name}' has dtype {_short(scale.dtype)}, expected float32")
+        problems.append(f"'{scale.name}' has dtype {short(scale.dtype)}, expected float32")
     if len(weight.shape) == 2 and scale.shape != grid(weight.shape, block):
         expected = list(grid(weight.shape, block))
         problems.append(f"'{scale.name}' has the grid {list(scale.shape)}, {list(weight.shape)} needs {expected}")
@@ -237,7 +241,3 @@ def _check_scales(scales: Tensor, name: str, pow2: bool) -> None:
         raise InputError(f"'{name}' has {kind}")
     if pow2 and bool((torch.frexp(values).mantissa != 0.5).any()):
         raise InputError(f"'{name}' has scales that are no powers of two, scale_fmt says ue8m0")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
