@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import edit_config, write_model
+from hf_models import UNEVEN, edit_config, write_model
 from safetensors.torch import load_file, save_file
 
 from infir2_core.config.hf_config import shape_from_hf
@@ -86,3 +86,60 @@ def test_dtypes_of_config_and_weights(tmp_path: Path, dtype: torch.dtype, part: 
     assert any(expected in problem for problem in problems), problems
     with pytest.raises(InputError):
         open_folder(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "skipped", [["mlp"], ["model.layers.0"], ["model.layers.*"], ["up_proj"], ["model.layers.0.mlp.up_proj"]]
+)
+def test_codes_in_layers_that_loaders_skip(tmp_path: Path, skipped: list[str]) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    cast(plan_cast(open_folder(tmp_path / "hf")), tmp_path / "fp8")
+    config = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    edit_config(tmp_path / "fp8", quantization_config=config | {"modules_to_not_convert": ["lm_head", *skipped]})
+    verdict = verify(tmp_path / "fp8")
+    assert any("up_proj.weight' is quantised, and modules_to_not_convert" in problem for problem in verdict.problems)
+    cast(plan_cast(open_folder(tmp_path / "hf"), keep=("*",)), tmp_path / "kept")
+    config = json.loads((tmp_path / "kept/config.json").read_text())["quantization_config"]
+    edit_config(tmp_path / "kept", quantization_config=config | {"modules_to_not_convert": ["self_attn", "mlp"]})
+    assert verify(tmp_path / "kept").problems == []
+
+
+def test_a_scale_that_leaves_float32(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    cast(plan_cast(open_folder(tmp_path / "hf")), tmp_path / "fp8")
+    file = tmp_path / "fp8/model.safetensors"
+    held = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    for scale, sound in ((torch.finfo(torch.float32).max / 448, True), (1e36, False)):
+        held[name][0, 0] = scale
+        assert bool(torch.isfinite(448 * held[name]).all()) == sound
+        save_file(held, file, metadata={"format": "pt"})
+        assert any("448 times them is infinite" in problem for problem in verify(tmp_path / "fp8").problems) != sound
+
+
+def test_uneven_blocks_are_noted_by_verify_as_by_the_cast(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1, sizes=UNEVEN)
+    plan = plan_cast(open_folder(tmp_path / "hf"))
+    cast(plan, tmp_path / "fp8")
+    verdict = verify(tmp_path / "fp8")
+    assert verdict.problems == [] and len(verdict.notes) == 1 and verdict.notes[0] in plan.notes
+    assert "128x128 blocks do not divide" in verdict.notes[0] and verdict.as_dict()["notes"] == verdict.notes
+    assert verify(tmp_path / "hf").notes == []
+
+
+def test_weights_near_the_end_of_float32(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    held = load_file(tmp_path / "hf/model.safetensors")
+    held["model.layers.0.mlp.up_proj.weight"][3, 3] = 3.3e38
+    save_file(held, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    source = open_folder(tmp_path / "hf")
+    cast(plan_cast(source), tmp_path / "fp8")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    report = json.loads((tmp_path / "fp8/cast_report.json").read_text(), parse_constant=refuse)
+    assert 0 <= report["total"]["relative_error"] < 0.1
+    with pytest.raises(InputError, match="up_proj.weight' is not finite in FP8.*power-of-two scale") as caught:
+        cast(plan_cast(source, pow2=True), tmp_path / "pow2")
+    assert "--keep 'model.layers.0.mlp.up_proj'" in caught.value.hint and not (tmp_path / "pow2").exists()
