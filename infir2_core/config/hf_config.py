@@ -31,7 +31,7 @@ KEYS = {
     "rope_base": "rope_theta",
     "tied": "tie_word_embeddings",
 }
-DTYPE_NAMES = ("bfloat16", "float16", "float32")  # what weights beside a config.json may be
+DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")  # of weights, as config.json spells them
 _COUNTS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 # What transformers' Qwen2Config assumes for a key that the file leaves out.
 _DEFAULT_THETA, _DEFAULT_POSITIONS, _DEFAULT_EPS = 10000.0, 32768, 1e-6

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..errors import InputError
+from ..hub import hub_name
 from ..model.hf import INDEX
 from ..ops.dispatch import quantize
 from ..precision.spec import QuantPlan
@@ -244,6 +245,7 @@ def _report(plan: CastPlan, tensors: dict[str, dict[str, Any]]) -> dict[str, Any
     everything = [row for rows in layers.values() for row in rows]
     return {
         "tool": f"infir2 {__version__}",
+        "source_id": hub_name(plan.source.path),
         "scale": plan.rule.spec.scale,
         "why": plan.rule.why,
         "quantization_config": plan.quantization_config(),
