@@ -183,6 +183,22 @@ def write_whole(path: Path, text: str) -> None:
     aside.rename(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """As `write_whole`, for a file that nothing continues: nothing of a failed attempt is kept.
+
+    Raises:
+        InputError: no room.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        path.with_name(path.name + ".part").unlink(missing_ok=True)
+        if error.errno not in NO_ROOM:
+            raise
+        hint = "free some space or choose another folder, then type the same command again"
+        raise InputError("no room for the file on its disk", str(path), hint) from error
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a side file and its mode; links are followed, the copy is forced to the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
