@@ -19,7 +19,7 @@ from ..config.schema import ModelShape
 from ..errors import InputError, UsageError
 from ..precision.recipe import Recipe, from_json
 from ..precision.spec import QSpec
-from .folder import FLOATS, SCALE, HFFolder, grid, tensor_shapes
+from .folder import FLOATS, SCALE, HFFolder, grid, left_out, tensor_shapes
 from .safefile import Entry
 
 # HF module -> the role that recipes know it by. Loaders fuse the members of a role.
@@ -104,6 +104,7 @@ class CastPlan:
             "kept": self.kept,
             "quantization_config": self.quantization_config(),
             "shards": list(self.source.shards),
+            "left_out": left_out(self.source.path),
             "side_files": [str(file) for file in self.source.side_files()],
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
@@ -254,6 +255,9 @@ def _notes(plan: CastPlan) -> list[str]:
         notes.append("q, k, v or gate, up do not end on a block: training quantised them as one, with other blocks")
     if any(e.dtype.itemsize == 4 or e.dtype.is_floating_point and str(e.dtype) == "torch.float16" for e in entries):
         notes.append("fp32 and fp16 weights are rounded to bf16 before they are quantised, as training does")
+    if left := left_out(plan.source.path):
+        more = f" and {len(left) - 10} more" if len(left) > 10 else ""
+        notes.append(f"not copied: {', '.join(left[:10])}{more}")
     if plan.scale_fmt:
         notes.append(f"scale_fmt {plan.scale_fmt} was tested with: {', '.join(TESTED[plan.scale_fmt])}")
     return notes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -70,17 +71,45 @@ class HFFolder:
 def side_files(folder: Path) -> Iterator[Path]:
     """Every other file, relative to the folder: tokenizer, chat template, generation config, licence, card.
 
-    Weights in other formats and hidden files are left out.
+    Weights in other formats, hidden files and linked folders are left out; `left_out` lists them.
 
     Raises:
-        InputError: a link that leaves the folder.
+        InputError: a link that leaves the folder, or a folder or file that cannot be read.
     """
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if path.is_file() and not hidden and path.suffix not in _OTHER_WEIGHTS and str(inside) not in _SKIPPED:
+    for inside in _walk(folder):
+        path = folder / inside
+        if not _is_left(folder, inside) and str(inside) not in _SKIPPED and path.is_file():
             _stays_inside(path, folder)
+            if not os.access(path, os.R_OK):
+                raise InputError("the file cannot be read", str(path), "change its mode, or move it elsewhere")
             yield inside
+
+
+def left_out(folder: Path) -> list[str]:
+    """What `side_files` leaves out, relative to the folder and a hidden folder as one; the weights, config.json and
+    indexes, which are read instead, do not count."""
+    weights = {file.name for file in folder.glob("*.safetensors")}
+    found = [inside for inside in _walk(folder) if _is_left(folder, inside) and str(inside) not in weights]
+    return [f"{inside}/" if (folder / inside).is_dir() else str(inside) for inside in found]
+
+
+def _is_left(folder: Path, inside: Path) -> bool:
+    return inside.name.startswith(".") or inside.suffix in _OTHER_WEIGHTS or (folder / inside).is_dir()
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Files of a folder at any depth, relative to it, in order; a hidden or linked folder as one."""
+
+    def unreadable(error: OSError) -> None:
+        raise InputError("the folder cannot be read", str(error.filename), "change its mode, or move it elsewhere")
+
+    found = []
+    for place, folders, files in os.walk(folder, onerror=unreadable):
+        here = Path(place)
+        closed = [name for name in folders if name.startswith(".") or (here / name).is_symlink()]
+        folders[:] = [name for name in folders if name not in closed]
+        found += [(here / name).relative_to(folder) for name in (*closed, *files)]
+    return sorted(found)
 
 
 def links_outside(folder: Path) -> Iterator[str]:

@@ -21,6 +21,8 @@ def test_a_run_becomes_an_fp8_folder_as_typed(run_cli: Cli, train: Callable[...,
     assert done.returncode == 0, done.stderr
     assert "the run written to last" in done.stdout and "as recipe infir2 trained it" in done.stdout
     export = tmp_path / "runs/mine/hf/step-00000004"
+    assert [path.name for path in export.parent.iterdir()] == [f"{export.name}-fp8"]  # nothing made on the way is left
+    assert run_cli("convert", "to-hf", "mine", cwd=tmp_path).returncode == 0
     for folder, kind in ((export, "bfloat16"), (Path(f"{export}-fp8"), "fp8")):
         done = run_cli("convert", "verify", folder, "--json", cwd=tmp_path, cold=True)
         assert done.returncode == 0 and json.loads(done.stdout)["kind"] == kind

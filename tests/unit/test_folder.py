@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from infir2_core.config.hf_config import shape_from_hf
 from infir2_core.convert.cast import cast
 from infir2_core.convert.cast_plan import plan_cast
-from infir2_core.convert.folder import open_folder
+from infir2_core.convert.folder import left_out, open_folder, side_files
 from infir2_core.convert.verify import verify
 from infir2_core.convert.weights import HFWeights
 from infir2_core.errors import InputError
@@ -143,3 +144,27 @@ def test_weights_near_the_end_of_float32(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="up_proj.weight' is not finite in FP8.*power-of-two scale") as caught:
         cast(plan_cast(source, pow2=True), tmp_path / "pow2")
     assert "--keep 'model.layers.0.mlp.up_proj'" in caught.value.hint and not (tmp_path / "pow2").exists()
+
+
+def test_what_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "hf/onnx").mkdir()
+    (tmp_path / "hf/onnx/model.onnx").write_text("")
+    (tmp_path / "hf/linked").symlink_to("extra")
+    assert left_out(tmp_path / "hf") == ["linked/", "onnx/model.onnx", "pytorch_model.bin"]
+    assert Path("extra/notes.txt") in side_files(tmp_path / "hf")
+    scan, access = os.scandir, os.access
+
+    def closed(path: object) -> object:
+        if str(path).endswith("extra"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", closed)
+        with pytest.raises(InputError, match="the folder cannot be read") as caught:
+            plan_cast(open_folder(tmp_path / "hf")).as_dict()
+    assert caught.value.where.endswith("hf/extra")
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("notes.txt") and access(path, mode))
+    with pytest.raises(InputError, match="the file cannot be read"):
+        list(side_files(tmp_path / "hf"))
