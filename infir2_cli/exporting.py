@@ -40,7 +40,8 @@ def find_source(reference: str | None, where: str) -> Path:
         return resolve_run(reference, runs)
     except InputError as error:
         what = f"'{reference}' is neither a folder, nor a hub id, nor a run in {runs}"
-        raise InputError(what, where, error.hint) from error
+        hint = "check the path, or see: infir2 runs list" if "infir2 cpt" in error.hint else error.hint
+        raise InputError(what, where, hint) from error
 
 
 def beside(folder: Path, suffix: str) -> Path:

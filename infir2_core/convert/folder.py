@@ -89,7 +89,8 @@ def left_out(folder: Path) -> list[str]:
     """What `side_files` leaves out, relative to the folder and a hidden folder as one; the weights, config.json and
     indexes, which are read instead, do not count."""
     weights = {file.name for file in folder.glob("*.safetensors")}
-    found = [inside for inside in _walk(folder) if _is_left(folder, inside) and str(inside) not in weights]
+    read = {*weights, INDEX, "config.json"}
+    found = [f for f in _walk(folder) if str(f) not in read and (_is_left(folder, f) or str(f) in _SKIPPED)]
     return [f"{inside}/" if (folder / inside).is_dir() else str(inside) for inside in found]
 
 
@@ -140,7 +141,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
         json.dumps(content, ensure_ascii=False).encode()  # halves of characters, which nobody could write again
     except FileNotFoundError:
-        raise InputError("this is no Hugging Face model: it has no config.json", str(folder)) from None
+        hint = "give the folder that has config.json beside the weights"
+        raise InputError("this is no Hugging Face model: it has no config.json", str(folder), hint) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"config.json cannot be read: {error}", str(file), "download the model again") from error
     if not isinstance(content, dict):
@@ -262,7 +264,8 @@ def read_entries(folder: Path, files: dict[str, Path]) -> dict[str, Entry]:
         for name in held:
             if files.get(name) != path:
                 where = files[name].name if name in files else "not at all"
-                raise InputError(f"'{name}' is in {path.name}, the index names it {where}", str(folder / INDEX))
+                what = f"'{name}' is in {path.name}, the index names it {where}"
+                raise InputError(what, str(folder / INDEX), "download the model again, index included")
     for name, path in files.items():
         if name not in headers[path]:
             raise InputError(f"tensor '{name}' is not in the file its index names", str(path))

@@ -32,7 +32,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
         try:
             entries = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError("the weight index cannot be read", str(folder / INDEX)) from error
+            raise InputError(
+                "the weight index cannot be read", str(folder / INDEX), "download the model again"
+            ) from error
         for name, file in entries.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise InputError(f"index entry '{name}' points outside the folder: {file}", str(folder / INDEX))

@@ -151,7 +151,9 @@ def test_what_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "hf/onnx").mkdir()
     (tmp_path / "hf/onnx/model.onnx").write_text("")
     (tmp_path / "hf/linked").symlink_to("extra")
-    assert left_out(tmp_path / "hf") == ["linked/", "onnx/model.onnx", "pytorch_model.bin"]
+    (tmp_path / "hf/pytorch_model.bin.index.json").write_text("{}")
+    left = ["linked/", "onnx/model.onnx", "pytorch_model.bin", "pytorch_model.bin.index.json"]
+    assert left_out(tmp_path / "hf") == left
     assert Path("extra/notes.txt") in side_files(tmp_path / "hf")
     scan, access = os.scandir, os.access
 
