@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,8 @@ def find_source(reference: str | None, where: str) -> Path:
         return resolve_run(reference, runs)
     except InputError as error:
         what = f"'{reference}' is neither a folder, nor a hub id, nor a run in {runs}"
-        raise InputError(what, where, error.hint) from error
+        hint = "check the path, or see: infir2 runs list" if "infir2 cpt" in error.hint else error.hint
+        raise InputError(what, where, hint) from error
 
 
 def beside(folder: Path, suffix: str) -> Path:
@@ -109,10 +113,15 @@ def export(
     return facts | {"source": weights.path, "notes": found.notes, "written": True}
 
 
-def exported(folder: Path, dry_run: bool = False) -> Path:
-    """The export of a run or checkpoint at its default place, made now if there is none.
+@contextmanager
+def exported(folder: Path, target: Path, dry_run: bool = False) -> Iterator[Path]:
+    """The export of a run or checkpoint: the one at its default place, or else one made beside `target` for the while.
+
+    The checkpoint itself is only read. What is made goes when the `with` ends, unless an unfinished `target` needs it:
+    the same command then uses it again.
 
     Args:
+        target: what will be made of the export.
         dry_run: make nothing.
 
     Raises:
@@ -121,12 +130,27 @@ def exported(folder: Path, dry_run: bool = False) -> Path:
     """
     from infir2_core.errors import InputError
 
-    out = default_out(folder)
-    if not out.exists():
-        if dry_run:
-            raise InputError("the run is not exported yet", str(folder), f"infir2 convert to-hf {folder}")
-        say(f"exported to {export(folder, out)['out']}")
-        return out
+    if (lasting := default_out(folder)).exists():
+        yield _made_of(folder, lasting)
+        return
+    if dry_run:
+        raise InputError("the run is not exported yet", str(folder), f"infir2 convert to-hf {folder}")
+    passing = beside(target, "-bf16.partial")
+    if passing.exists():
+        _made_of(folder, passing)
+    else:
+        export(folder, passing)
+    try:
+        yield passing
+    finally:
+        if not beside(target, ".partial").exists():
+            shutil.rmtree(passing, ignore_errors=True)
+
+
+def _made_of(folder: Path, out: Path) -> Path:
+    """`out`, an export of the checkpoint `folder` as it is now; InputError when it is none."""
+    from infir2_core.errors import InputError
+
     try:
         mark = json.loads((out / MARK).read_text(encoding="utf-8"))
         source, dtype = mark["source"], mark["dtype"]

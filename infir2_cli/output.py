@@ -208,11 +208,12 @@ def guarded(fn: Callable[P, R]) -> Callable[P, R]:
         before = set_json_mode(bool(kwargs.get("json", False)))
         try:
             return fn(*args, **kwargs)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
+            hint = "; ".join(getattr(stop, "__notes__", []))
             if _json_mode:
-                _print_json({"error": {"what": "interrupted", "where": "", "hint": "", "exit_code": INTERRUPTED}})
+                _print_json({"error": {"what": "interrupted", "where": "", "hint": hint, "exit_code": INTERRUPTED}})
             else:
-                warn("interrupted")
+                warn(f"interrupted; {hint}" if hint else "interrupted")
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:
             if isinstance(error, typer.TyperException | typer.Exit | typer.Abort):

@@ -172,6 +172,13 @@ def pull(hub_id: str, out: Path | None, revision: str | None) -> Path:
     return snapshot(hub_id, "HUB_ID", **options)
 
 
+def hub_name(folder: Path) -> str:
+    """The hub id of a folder of the hub's cache (models--OWNER--NAME/snapshots/REVISION), or of one that `pull` filled;
+    empty for other folders."""
+    match = re.search(r"models--([^/]+)--([^/]+)/snapshots/", f"{folder.resolve()}/")
+    return f"{match[1]}/{match[2]}" if match else str(_read_mark(folder).get("id") or "")
+
+
 def _claim(out: Path, hub_id: str, revision: str | None) -> str | None:
     """Marks `out` as the folder of a model and returns the commit to fetch; None when offline and it is there already.
 

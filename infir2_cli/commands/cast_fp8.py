@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,28 +47,29 @@ def cast_fp8(
     from infir2_core.convert.staging import check_out
     from infir2_core.machine import pick_device
 
-    from ..exporting import beside, exported, find_source
+    from ..exporting import beside, default_out, exported, find_source
 
     chosen, size = pick_device(device), _block(block)
     folder = find_source(source, "HF_DIR")
-    if not (folder / "config.json").is_file():
-        folder = exported(folder, dry_run)
-    fetched = source is not None and "/" in source and not Path(source).exists()  # lies in the hub's cache
-    target = out or (Path(f"{str(source).split('/')[-1]}-fp8") if fetched else beside(folder, "-fp8"))
-    check_out(target, folder)
-    plan = plan_cast(open_folder(folder), pow2_scale, size, tuple(keep or ()), scale_fmt)
-    facts = plan.as_dict() | {"out": target}
-    if dry_run:
-        emit(facts, lambda: _show_plan(facts))
-        return
-    from ..progress import BytesBar
+    ready = (folder / "config.json").is_file()
+    fetched = source is not None and "/" in source and not Path(source).expanduser().exists()  # in the hub's cache
+    default = Path(f"{str(source).split('/')[-1]}-fp8") if fetched else None
+    target = (out or default or beside(folder if ready else default_out(folder), "-fp8")).expanduser()
+    check_out(target, folder if ready else None)
+    with nullcontext(folder) if ready else exported(folder, target, dry_run) as weights:
+        plan = plan_cast(open_folder(weights), pow2_scale, size, tuple(keep or ()), scale_fmt)
+        facts = plan.as_dict() | {"source": str(folder), "out": target}
+        if dry_run:
+            emit(facts, lambda: _show_plan(facts))
+            return
+        from ..progress import BytesBar
 
-    with BytesBar("casting") as bar:
+        with BytesBar("casting") as bar:
 
-        def checked(done: int, total: int) -> None:
-            bar.update(done, total, "checking")
+            def checked(done: int, total: int) -> None:
+                bar.update(done, total, "checking")
 
-        report = cast(plan, target, chosen, bar.update, checked)
+            report = cast(plan, target, chosen, bar.update, checked)
     emit(facts | report, lambda: _show_report(target, report))
 
 

@@ -47,7 +47,7 @@ def to_hf(
     if dtype not in DTYPES:
         raise UsageError(f"no dtype '{dtype}'", "--dtype", nearest(dtype, DTYPES))
     folder = find_source(source, "RUN_OR_CHECKPOINT")
-    facts = export(folder, out or default_out(folder), origin, dtype, dry_run)
+    facts = export(folder, out.expanduser() if out else default_out(folder), origin, dtype, dry_run)
 
     def human() -> None:
         _show(facts, dry_run, f"in {dtype}")
@@ -81,6 +81,7 @@ def from_hf(
     if layout not in (writers := {"native": export_native, "megatron": export_megatron}):
         raise UsageError(f"no layout '{layout}'", "--layout", nearest(layout, writers))
     folder = model_folder(source, "HF_DIR")
+    out = out.expanduser()
     check_out(out, folder)
     weights = HFWeights(folder, trained=True)
     if dry_run:

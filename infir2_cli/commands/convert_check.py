@@ -71,6 +71,8 @@ def verify(
     def human() -> None:
         for problem in verdict.problems:
             say(f"- {problem}")
+        for note in verdict.notes:
+            say(f"note: {note}")
         if not verdict.problems:
             say(f"{folder}: sound, {verdict.kind}, {verdict.tensors:,} tensors, {verdict.nbytes / 1e9:.2f} GB")
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from infir2_core.errors import UsageError
+
 from ..output import DebugFlag, JsonFlag, emit, guarded, say, warn
 
 app = typer.Typer(help="Fetch and publish models on the Hugging Face hub.", no_args_is_help=True)
@@ -53,7 +55,6 @@ def push(
     """Publish a folder that passes `infir2 convert verify`. The same command again continues a broken upload."""
     from infir2_core import hub
     from infir2_core.convert.verify import require
-    from infir2_core.errors import UsageError
 
     from ..progress import BytesBar
 
@@ -76,8 +77,10 @@ def push(
 @app.command("card")
 @guarded
 def card(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face folder.", show_default=False)],
-    base_model: Annotated[str, typer.Option(help="Hub id it was made from; default: as its card says.")] = "",
+    source: Annotated[str, typer.Argument(metavar="FOLDER", help="Hugging Face folder or hub id.", show_default=False)],
+    base_model: Annotated[
+        str, typer.Option(help="Hub id it was made from; default: what was cast, or as its card says.")
+    ] = "",
     licence: Annotated[str, typer.Option("--licence", "--license", help="Default: as its card says.")] = "",
     write: Annotated[bool, typer.Option("--write", help="Replace README.md instead of printing.")] = False,
     json: JsonFlag = False,
@@ -85,10 +88,15 @@ def card(
 ) -> None:
     """Show the model card of a folder, with its FP8 cast measured, or write it."""
     from infir2_core.convert.card import CARD, folder_card
-    from infir2_core.convert.staging import write_whole
+    from infir2_core.convert.sources import described
+    from infir2_core.convert.staging import write_text
 
+    folder = described(source, "FOLDER")
+    if write and not Path(source).expanduser().is_dir():
+        what, hint = "--write needs a folder of yours, not a copy in the hub's cache", f"infir2 hub pull {source} DIR"
+        raise UsageError(what, "--write", hint)
     text = folder_card(folder, base_model, licence)
     if write:
-        write_whole(folder / CARD, text)
+        write_text(folder / CARD, text)
     shown = f"wrote {folder / CARD}" if write else text.rstrip("\n")
     emit({"card": text, "written": write}, lambda: say(shown))

@@ -5,6 +5,7 @@ Writes that one file and nothing else; an existing one is left alone unless `--f
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,13 +48,7 @@ def init(
     if path.exists() and not force and not dry_run:
         raise InputError("there is a project file already", str(path), "add --force to replace it")
     if not dry_run:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".toml.tmp")  # a full disk must not leave half a project file
-        try:
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        _write(path, text)
 
     def human() -> None:
         if dry_run:
@@ -79,6 +74,20 @@ def init(
     if imported:
         result |= {"stage": imported.stage, "not_carried_over": imported.left, "notes": imported.notes}
     emit(result, human)
+
+
+def _write(path: Path, text: str) -> None:
+    from infir2_core.convert.staging import write_text
+
+    made = [place for place in path.parents if not place.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    except BaseException:
+        for place in made:  # a disk without room must not leave empty folders
+            with suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def project_text(name: str, size: str) -> str:

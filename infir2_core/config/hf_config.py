@@ -31,6 +31,7 @@ KEYS = {
     "rope_base": "rope_theta",
     "tied": "tie_word_embeddings",
 }
+DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")  # of weights, as config.json spells them
 _COUNTS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 # What transformers' Qwen2Config assumes for a key that the file leaves out.
 _DEFAULT_THETA, _DEFAULT_POSITIONS, _DEFAULT_EPS = 10000.0, 32768, 1e-6
@@ -60,6 +61,7 @@ def shape_from_hf(config: dict[str, Any], where: str) -> ModelShape:
         raise InputError(
             f"model_type is {kind!r}; infir2 trains Qwen2.5-family models only", f"{where}: model_type", hint
         )
+    refuse_malformed(config, where)
     _refuse_variants(config, where)
     values: dict[str, Any] = {name: _count(config, KEYS[name], where) for name in _COUNTS if name != "kv_heads"}
     heads = values["heads"]
@@ -106,6 +108,18 @@ def shape_to_hf(shape: ModelShape, dtype: str = "bfloat16") -> dict[str, Any]:
     return config
 
 
+def refuse_malformed(config: dict[str, Any], where: str) -> None:
+    """InputError for keys that no loader could read, whatever the model computes."""
+    kinds = config.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise InputError(f"layer_types must be a list, not {kinds!r}", f"{where}: layer_types")
+    for key in ("dtype", "torch_dtype"):
+        said = config.get(key)
+        if said is not None and said not in DTYPE_NAMES:
+            hint = nearest(str(said), DTYPE_NAMES)
+            raise InputError(f"{key} is {said!r}, which names no dtype of weights", f"{where}: {key}", hint)
+
+
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
     for key, allowed in _SUPPORTED.items():
         value = config.get(key)
@@ -119,7 +133,8 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
             f"layer_types has {', '.join(other)}; infir2 computes full_attention only", f"{where}: layer_types"
         )
     if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown method")
+        given = config["quantization_config"]
+        method = given.get("quant_method", "unknown method") if isinstance(given, dict) else given
         what = f"the weights are quantised ({method}); training starts from bf16, fp16 or fp32 weights"
         raise InputError(what, f"{where}: quantization_config", "load the model it was quantised from")
 

@@ -7,7 +7,6 @@ the machine that trained do not enter.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from .. import __version__
 from ..config.schema import RunConfig
 from ..errors import InputError
+from ..hub import hub_name
 from ..train.metrics import read_metrics
 from .cast import REPORT
 from .folder import read_config, weight_shape
@@ -47,12 +47,6 @@ def measured(run_folder: Path, step: int | None) -> dict[str, float]:
         if isinstance(record.get("loss"), float):
             found["train" if record["kind"] == "step" else "held-out"] = record["loss"]
     return found
-
-
-def hub_name(folder: Path) -> str:
-    """The hub id of a folder of the hub's cache (models--OWNER--NAME/snapshots/REVISION); empty for other folders."""
-    match = re.search(r"models--([^/]+)--([^/]+)/snapshots/", f"{folder.resolve()}/")
-    return f"{match[1]}/{match[2]}" if match else ""
 
 
 def inherited(origin: Path | None) -> dict[str, Any]:
@@ -90,7 +84,8 @@ def folder_card(folder: Path, base_model: str = "", licence: str = "") -> str:
     """The card of a finished folder: its own text, with licence, base model and what an FP8 cast measured put in.
 
     Args:
-        base_model: hub id of the model that this one was made from; empty: what the folder's card says.
+        base_model: hub id of the model that this one was made from; empty: the one that was cast, where the report of
+            the cast knows it, else what the folder's card says.
         licence: hub name of a licence; empty: what the folder's card says.
 
     Raises:
@@ -101,9 +96,9 @@ def folder_card(folder: Path, base_model: str = "", licence: str = "") -> str:
     report = _cast_report(folder)
     weight_shape(read_config(folder), str(folder / "config.json"))
     front, text = _read_card(folder / CARD) if (folder / CARD).is_file() else ({}, "")
-    text = text.split(FP8_HEADING)[0].strip() or f"# {folder.resolve().name}"
-    if base_model:
-        front["base_model"] = base_model
+    text = text.split(FP8_HEADING)[0].strip() or f"# {hub_name(folder) or folder.resolve().name}"
+    if base := base_model or report.get("source_id"):  # the card beside it is the source's own and names its base
+        front["base_model"] = base
     if licence:
         front["license"] = licence
     front["tags"] = sorted({"infir2", *front.get("tags", []), *(["fp8"] if report else [])})

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from .. import __version__
+from ..errors import InputError
+from ..hub import hub_name
 from ..model.hf import INDEX
 from ..ops.dispatch import quantize
 from ..precision.spec import QuantPlan
-from .cast_plan import CastPlan
+from .cast_plan import LARGEST_SCALE, CastPlan
 from .folder import SCALE, grid
 from .safefile import Entry, Reader, Writer
 from .staging import Staging, copy_file, write_whole
@@ -48,8 +50,7 @@ class Sums:
 
     def add(self, weight: Tensor, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """`weight` and `values` are float32 of the same shape; `values` is overwritten."""
-        error = float(torch.linalg.vector_norm(values.sub_(weight))) ** 2
-        square = float(torch.linalg.vector_norm(weight)) ** 2
+        error, square = _square(values.sub_(weight)), _square(weight)
         zeros = codes.numel() - int(torch.count_nonzero(codes.view(torch.uint8) & 0x7F))
         underflow = zeros - (weight.numel() - int(torch.count_nonzero(weight)))
         low, high = (float(edge) for edge in scales.aminmax())
@@ -67,6 +68,12 @@ class Sums:
             "scale_max": self.largest,
             "sums": [self.error, self.square, self.underflow, self.elements],
         }
+
+
+def _square(values: Tensor) -> float:
+    """Sum of squares, in float64 only where float32 has no room for it."""
+    norm = float(torch.linalg.vector_norm(values))
+    return (norm if math.isfinite(norm) else float(torch.linalg.vector_norm(values, dtype=torch.float64))) ** 2
 
 
 def cast(
@@ -108,7 +115,7 @@ def cast(
         config = source.config | {"quantization_config": plan.quantization_config()}
         write_whole(stage.path / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         report = _report(plan, tensors)
-        write_whole(stage.path / REPORT, json.dumps(report, indent=1) + "\n")
+        write_whole(stage.path / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
         require(stage.path, watch=checked)
         stage.publish()
     return report
@@ -152,6 +159,11 @@ def _cast_shard(
             return strip.nbytes
         rows = rounded(rows, torch.bfloat16, entry.name, str(entry.file))
         codes, scales = _quantised(rows, plan, sums[entry.name])
+        if float(scales.max()) > LARGEST_SCALE:
+            what = f"'{entry.name}' is not finite in FP8: it has the value {float(rows.abs().max()):g}, too large for "
+            kind = "a power-of-two scale" if plan.rule.spec.scale == "pow2" else "a float32 scale"
+            hint = f"--keep '{entry.name.removesuffix('.weight')}', or use a checkpoint from before it diverged"
+            raise InputError(what + kind, str(entry.file), hint)
         writer.write(entry.name, codes, strip.first)
         writer.write(entry.name + SCALE, scales, strip.first // height)
         return strip.nbytes
@@ -233,6 +245,7 @@ def _report(plan: CastPlan, tensors: dict[str, dict[str, Any]]) -> dict[str, Any
     everything = [row for rows in layers.values() for row in rows]
     return {
         "tool": f"infir2 {__version__}",
+        "source_id": hub_name(plan.source.path),
         "scale": plan.rule.spec.scale,
         "why": plan.rule.why,
         "quantization_config": plan.quantization_config(),

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config.schema import ModelShape
 from ..errors import InputError, UsageError
 from ..precision.recipe import Recipe, from_json
 from ..precision.spec import QSpec
-from .folder import FLOATS, SCALE, HFFolder, grid, tensor_shapes
+from .folder import FLOATS, SCALE, HFFolder, grid, left_out, tensor_shapes
+from .safefile import Entry
 
 # HF module -> the role that recipes know it by. Loaders fuse the members of a role.
 ROLES = {
@@ -31,6 +34,7 @@ ROLES = {
 }
 SCALE_FMTS = ("ue8m0",)
 MAX_BLOCK = 1024  # rows or columns; strips are whole blocks, so a larger one would need the memory of whole weights
+LARGEST_SCALE = torch.finfo(torch.float32).max / 448  # of a code of E4M3's largest value that is finite in float32
 TESTED = {"ue8m0": ("transformers 5.17, dequantising on a CPU",)}
 
 
@@ -100,6 +104,7 @@ class CastPlan:
             "kept": self.kept,
             "quantization_config": self.quantization_config(),
             "shards": list(self.source.shards),
+            "left_out": left_out(self.source.path),
             "side_files": [str(file) for file in self.source.side_files()],
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
@@ -230,21 +235,29 @@ def _unquantised(modules: dict[str, str], recipe: Recipe | None, shape: ModelSha
     return found
 
 
+def uneven_note(entries: list[Entry], block: tuple[int, int]) -> list[str]:
+    """A warning of quantised weights that whole blocks do not fill; none when blocks fill all of them."""
+    height, width = block
+    uneven = [e.name for e in entries if len(e.shape) == 2 and (e.shape[0] % height or e.shape[1] % width)]
+    if not uneven:
+        return []
+    what = f"{len(uneven)} weights have a dimension that {height}x{width} blocks do not divide (such as {uneven[0]}): "
+    return [what + "transformers does not dequantise those, and SGLang and vLLM refuse them"]
+
+
 def _notes(plan: CastPlan) -> list[str]:
-    shape, (height, width) = plan.source.shape, plan.block
+    shape = plan.source.shape
     notes = [f"scales: {'powers of two' if plan.rule.spec.scale == 'pow2' else 'float32'} ({plan.rule.why})"]
     entries = [plan.source.entries[name] for name in plan.cast]
-    uneven = [e.name for e in entries if e.shape[0] % height or e.shape[1] % width]
-    if uneven:
-        notes.append(
-            f"{len(uneven)} weights have a dimension that {height}x{width} blocks do not divide (such as {uneven[0]}): "
-            "transformers does not dequantise those, and SGLang and vLLM refuse them"
-        )
+    notes += uneven_note(entries, plan.block)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if plan.rule.spec.scale == "pow2" and plan.block == (128, 128) and (q % 128 or kv % 128 or shape.ffn % 128):
         notes.append("q, k, v or gate, up do not end on a block: training quantised them as one, with other blocks")
     if any(e.dtype.itemsize == 4 or e.dtype.is_floating_point and str(e.dtype) == "torch.float16" for e in entries):
         notes.append("fp32 and fp16 weights are rounded to bf16 before they are quantised, as training does")
+    if left := left_out(plan.source.path):
+        more = f" and {len(left) - 10} more" if len(left) > 10 else ""
+        notes.append(f"not copied: {', '.join(left[:10])}{more}")
     if plan.scale_fmt:
         notes.append(f"scale_fmt {plan.scale_fmt} was tested with: {', '.join(TESTED[plan.scale_fmt])}")
     return notes

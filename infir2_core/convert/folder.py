@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..config.hf_config import KEYS, shape_from_hf
+from ..config.hf_config import KEYS, refuse_malformed, shape_from_hf
 from ..config.schema import ModelShape
 from ..errors import InputError
-from ..model.hf import INDEX, SINGLE, weight_files
+from ..model.hf import INDEX, SINGLE, refuse_strays, weight_files
 from ..train.shards import raw_bytes
 from .safefile import Entry, Reader, read_header
 
@@ -70,17 +71,46 @@ class HFFolder:
 def side_files(folder: Path) -> Iterator[Path]:
     """Every other file, relative to the folder: tokenizer, chat template, generation config, licence, card.
 
-    Weights in other formats and hidden files are left out.
+    Weights in other formats, hidden files and linked folders are left out; `left_out` lists them.
 
     Raises:
-        InputError: a link that leaves the folder.
+        InputError: a link that leaves the folder, or a folder or file that cannot be read.
     """
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if path.is_file() and not hidden and path.suffix not in _OTHER_WEIGHTS and str(inside) not in _SKIPPED:
+    for inside in _walk(folder):
+        path = folder / inside
+        if not _is_left(folder, inside) and str(inside) not in _SKIPPED and path.is_file():
             _stays_inside(path, folder)
+            if not os.access(path, os.R_OK):
+                raise InputError("the file cannot be read", str(path), "change its mode, or move it elsewhere")
             yield inside
+
+
+def left_out(folder: Path) -> list[str]:
+    """What `side_files` leaves out, relative to the folder and a hidden folder as one; the weights, config.json and
+    indexes, which are read instead, do not count."""
+    weights = {file.name for file in folder.glob("*.safetensors")}
+    read = {*weights, INDEX, "config.json"}
+    found = [f for f in _walk(folder) if str(f) not in read and (_is_left(folder, f) or str(f) in _SKIPPED)]
+    return [f"{inside}/" if (folder / inside).is_dir() else str(inside) for inside in found]
+
+
+def _is_left(folder: Path, inside: Path) -> bool:
+    return inside.name.startswith(".") or inside.suffix in _OTHER_WEIGHTS or (folder / inside).is_dir()
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Files of a folder at any depth, relative to it, in order; a hidden or linked folder as one."""
+
+    def unreadable(error: OSError) -> None:
+        raise InputError("the folder cannot be read", str(error.filename), "change its mode, or move it elsewhere")
+
+    found = []
+    for place, folders, files in os.walk(folder, onerror=unreadable):
+        here = Path(place)
+        closed = [name for name in folders if name.startswith(".") or (here / name).is_symlink()]
+        folders[:] = [name for name in folders if name not in closed]
+        found += [(here / name).relative_to(folder) for name in (*closed, *files)]
+    return sorted(found)
 
 
 def links_outside(folder: Path) -> Iterator[str]:
@@ -111,7 +141,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
         json.dumps(content, ensure_ascii=False).encode()  # halves of characters, which nobody could write again
     except FileNotFoundError:
-        raise InputError("this is no Hugging Face model: it has no config.json", str(folder)) from None
+        hint = "give the folder that has config.json beside the weights"
+        raise InputError("this is no Hugging Face model: it has no config.json", str(folder), hint) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"config.json cannot be read: {error}", str(file), "download the model again") from error
     if not isinstance(content, dict):
@@ -125,6 +156,7 @@ def weight_shape(config: dict[str, Any], where: str) -> ModelShape:
     Raises:
         InputError: a model class that is not known (with those that are), or a key that is missing or wrong.
     """
+    refuse_malformed(config, where)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         return shape_from_hf(plain, where)
@@ -138,11 +170,13 @@ def open_folder(folder: Path) -> HFFolder:
 
     Raises:
         InputError: missing index, shard or tensor, a truncated file, an index entry that leaves the folder, a shape
-            that the config contradicts, a tensor without a place in the model.
+            or dtype that the config contradicts, a tensor without a place in the model, weights that the index does
+            not name.
     """
     config = read_config(folder)
     shape = weight_shape(config, str(folder / "config.json"))
     files = named_files(folder)
+    refuse_strays(folder, files)
     entries = read_entries(folder, files)
     wanted = tensor_shapes(shape)
     for name, expected in wanted.items():
@@ -159,6 +193,9 @@ def open_folder(folder: Path) -> HFFolder:
     if trouble := tied_trouble(entries, shape):
         hint = "remove it, or set tie_word_embeddings to false if the model has a head of its own"
         raise InputError(trouble, str(files[HEAD]), hint)
+    for trouble in dtype_trouble(entries, config):
+        hint = "set dtype in config.json to what the weights are, or download the model again"
+        raise InputError(trouble, str(folder / "config.json"), hint)
     return HFFolder(folder, config, shape, entries)
 
 
@@ -181,6 +218,33 @@ def tied_trouble(entries: Mapping[str, Entry], shape: ModelShape) -> str:
     return ""
 
 
+def dtype_trouble(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> list[str]:
+    """What config.json and the weights that are not quantised say of their dtype, where they disagree.
+
+    Norms and biases may have any: some writers keep them in float32.
+    """
+    held = [e for e in entries.values() if e.dtype in FLOATS and e.name.endswith(".weight") and "norm" not in e.name]
+    linears: dict[torch.dtype, str] = {}
+    for entry in held:
+        if ".layers." in entry.name:
+            linears.setdefault(entry.dtype, entry.name)
+    found = []
+    if len(linears) > 1:
+        shown = ", ".join(f"{short(dtype)} (such as '{name}')" for dtype, name in linears.items())
+        found.append(f"the linear layers have several dtypes: {shown}")
+    for key in ("dtype", "torch_dtype"):
+        others = [e for e in held if config.get(key) and short(e.dtype) != config[key]]
+        if others:
+            named = f"{len(others)} weights have another, such as '{others[0].name}': {short(others[0].dtype)}"
+            found.append(f"config.json: {key} is {config[key]}, and {named}")
+    return found
+
+
+def short(dtype: torch.dtype) -> str:
+    """`bfloat16`, as config.json spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def named_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or from the header of the one file; InputError as `weight_files`."""
     single = folder / SINGLE
@@ -200,7 +264,8 @@ def read_entries(folder: Path, files: dict[str, Path]) -> dict[str, Entry]:
         for name in held:
             if files.get(name) != path:
                 where = files[name].name if name in files else "not at all"
-                raise InputError(f"'{name}' is in {path.name}, the index names it {where}", str(folder / INDEX))
+                what = f"'{name}' is in {path.name}, the index names it {where}"
+                raise InputError(what, str(folder / INDEX), "download the model again, index included")
     for name, path in files.items():
         if name not in headers[path]:
             raise InputError(f"tensor '{name}' is not in the file its index names", str(path))

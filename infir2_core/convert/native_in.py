@@ -13,8 +13,9 @@ from ..config.toml import read_text
 from ..data.byte_files import byte_files
 from ..data.tokenizer import BYTE
 from ..errors import InputError
+from ..hub import hub_name
 from ..precision.recipe import Recipe, list_recipes, load_recipe
-from .card import CARD, Facts, card_text, hub_name, measured
+from .card import CARD, Facts, card_text, measured
 from .cast_plan import read_recipe
 from .export import Beside
 from .weights import NativeWeights

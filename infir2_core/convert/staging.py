@@ -87,8 +87,7 @@ class Staging:
         if self._lock < 0:
             self._take_lock(self._journal)
         if known.is_file() and known.read_bytes() != plan.encode():
-            what = "an unfinished output of other settings, or of a source that has changed, is in the way"
-            raise InputError(what, str(self.path), f"repeat that command to finish it, or: rm -r {self.path}")
+            raise self._other_plan(known.read_text(encoding="utf-8", errors="replace"), plan)
         done = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
         free = shutil.disk_usage(self.path).free
         if free + done < self._nbytes + MARGIN:
@@ -97,6 +96,21 @@ class Staging:
             raise no_room(self.out, self._nbytes + MARGIN - done, free)
         if not known.is_file():
             write_whole(known, plan)
+
+    def _other_plan(self, known: str, plan: str) -> InputError:
+        """The error of an unfinished output that this command does not continue."""
+        try:
+            before, now = json.loads(known), json.loads(plan)
+            differing = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+        except (ValueError, AttributeError):
+            differing = {"version"}
+        rid = f"rm -r {self.path}"
+        if "source" not in differing and differing & {"files", "identity"}:  # no command goes on with that
+            return InputError("the source has changed since this output was begun", str(self.path), rid)
+        if "version" in differing:
+            return InputError("an unfinished output of another version of infir2 is in the way", str(self.path), rid)
+        what = "an unfinished output of other settings is in the way"
+        return InputError(what, str(self.path), f"repeat that command to finish it, or: {rid}")
 
     def _take_lock(self, journal: Path) -> None:
         self._lock = os.open(journal / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -112,6 +126,8 @@ class Staging:
             self._unlock()
             needed = self._nbytes - sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
             raise no_room(self.out, needed, shutil.disk_usage(self.path).free) from error
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("the same command goes on where this one ended")
         if isinstance(error, Infir2Error) and not self._made:  # what comes of a bad source is of no use
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
@@ -181,6 +197,22 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.rename(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_whole`, for a file that nothing continues: nothing of a failed attempt is kept.
+
+    Raises:
+        InputError: no room.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        path.with_name(path.name + ".part").unlink(missing_ok=True)
+        if error.errno not in NO_ROOM:
+            raise
+        hint = "free some space or choose another folder, then type the same command again"
+        raise InputError("no room for the file on its disk", str(path), hint) from error
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ shows all of them; `require` turns what was found into one error.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +19,19 @@ from torch import Tensor
 
 from ..config.schema import ModelShape
 from ..errors import InputError
-from .cast_plan import ROLES, SCALE_FMTS
+from ..model.hf import stray_weights
+from .cast_plan import LARGEST_SCALE, ROLES, SCALE_FMTS, uneven_note
 from .folder import (
     FLOATS,
     SCALE,
+    dtype_trouble,
     grid,
     known_extra,
     links_outside,
     named_files,
     read_config,
     read_entries,
+    short,
     tensor_shapes,
     tied_trouble,
     weight_shape,
@@ -41,7 +45,10 @@ CODES = torch.float8_e4m3fn
 
 @dataclass
 class Verdict:
-    """What `verify` found. `kind` is "fp8" or the dtype of most weights; an empty `problems` means a sound folder."""
+    """What `verify` found. `kind` is "fp8" or the dtype of most weights; an empty `problems` means a sound folder.
+
+    `notes` are what loaders mind of a sound one.
+    """
 
     path: Path
     kind: str = ""
@@ -49,6 +56,7 @@ class Verdict:
     nbytes: int = 0
     quantised: int = 0
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -59,6 +67,7 @@ class Verdict:
             "bytes": self.nbytes,
             "quantised": self.quantised,
             "problems": self.problems,
+            "notes": self.notes,
         }
 
 
@@ -78,13 +87,13 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     try:
         config = read_config(folder)
         shape = weight_shape(config, str(folder / "config.json"))
-        entries = read_entries(folder, named_files(folder))
+        files = named_files(folder)
+        entries = read_entries(folder, files)
     except InputError as error:
         verdict.problems.append(_line(error))
         return verdict
     verdict.tensors, verdict.nbytes = len(entries), sum(entry.nbytes for entry in entries.values())
-    unnamed = sorted({p.name for p in folder.glob("*.safetensors")} - {e.file.name for e in entries.values()})
-    verdict.problems += [f"{name} is in no entry of the index" for name in unnamed]
+    verdict.problems += [f"{name} is in no entry of the index" for name in stray_weights(folder, files)]
     verdict.problems += links_outside(folder)
     if "auto_map" in config:
         verdict.problems.append("config.json: auto_map asks loaders to run code that comes with the weights")
@@ -92,6 +101,7 @@ def verify(folder: Path, values: bool = True, watch: Watch = lambda done, total:
     block = _block(quantization, verdict) if quantization else None
     skipped = _skipped(quantization) if isinstance(quantization, dict) else []
     _check_headers(entries, shape, block, skipped, verdict)
+    verdict.problems += dtype_trouble(entries, config)
     if values and (trouble := tied_trouble(entries, shape)):
         verdict.problems.append(trouble)
     if values:
@@ -142,10 +152,25 @@ def _skipped(quantization: dict[str, Any]) -> list[str]:
     return [str(name) for name in found] if isinstance(found, list) else []
 
 
+def _skips(patterns: list[str], module: str) -> str:
+    """The pattern by which transformers leaves `module` unquantised (a regex at its beginning, or its end), or by which
+    others do (a part of its name); empty when there is none."""
+    for pattern in filter(None, patterns):
+        if pattern in module:
+            return pattern
+        try:
+            if re.match(pattern, module):
+                return pattern
+        except re.error:
+            continue
+    return ""
+
+
 def _check_headers(
     entries: dict[str, Entry], shape: ModelShape, block: tuple[int, int] | None, skipped: list[str], verdict: Verdict
 ) -> None:
     problems, wanted, dtypes = verdict.problems, tensor_shapes(shape), set()
+    cast: list[Entry] = []
     for name, expected in wanted.items():
         entry = entries.get(name)
         if entry is None:
@@ -155,7 +180,12 @@ def _check_headers(
             problems.append(f"'{name}' has shape {list(entry.shape)}, config.json says {list(expected)}")
         module = name.removesuffix(".weight")
         linear = module.endswith(tuple(ROLES)) and name.endswith(".weight")
-        if block and linear and module not in skipped:
+        if block and linear and entry.dtype == CODES and (pattern := _skips(skipped, module)):
+            problems.append(
+                f"'{name}' is quantised, and modules_to_not_convert names it ('{pattern}'): loaders skip it"
+            )
+        elif block and linear and not _skips(skipped, module):
+            cast.append(entry)
             verdict.quantised += entry.dtype == CODES
             _check_scale(entry, entries.get(name + SCALE), block, problems)
         elif entry.dtype not in FLOATS:
@@ -164,27 +194,29 @@ def _check_headers(
                 if entry.dtype == CODES
                 else "expected bf16, fp16 or fp32"
             )
-            problems.append(f"'{name}' has dtype {_short(entry.dtype)}: {why}")
+            problems.append(f"'{name}' has dtype {short(entry.dtype)}: {why}")
         elif name + SCALE in entries:
             problems.append(f"'{name}{SCALE}' belongs to a weight that is not quantised")
         else:
-            dtypes.add(_short(entry.dtype))
+            dtypes.add(short(entry.dtype))
     for name in entries:
         if name not in wanted and name.removesuffix(SCALE) not in wanted and not known_extra(name, shape):
             problems.append(f"tensor '{name}' has no place in this model")
+    if block:
+        verdict.notes += uneven_note(cast, block)
     verdict.kind = "fp8" if block else "/".join(sorted(dtypes))
 
 
 def _check_scale(weight: Entry, scale: Entry | None, block: tuple[int, int], problems: list[str]) -> None:
     if weight.dtype != CODES:
-        kind = _short(weight.dtype)
+        kind = short(weight.dtype)
         problems.append(f"'{weight.name}' has dtype {kind}, config.json says that it is quantised to E4M3")
         return
     if scale is None:
         problems.append(f"'{weight.name}' has no scale: '{weight.name}{SCALE}' is missing")
         return
     if scale.dtype != torch.float32:
-        problems.append(f"'{scale.name}' has dtype {_short(scale.dtype)}, expected float32")
+        problems.append(f"'{scale.name}' has dtype {short(scale.dtype)}, expected float32")
     if len(weight.shape) == 2 and scale.shape != grid(weight.shape, block):
         expected = list(grid(weight.shape, block))
         problems.append(f"'{scale.name}' has the grid {list(scale.shape)}, {list(weight.shape)} needs {expected}")
@@ -235,9 +267,7 @@ def _check_scales(scales: Tensor, name: str, pow2: bool) -> None:
     if bool((values <= 0).any()):
         kind = "a zero scale" if bool((values == 0).any()) else "a negative scale"
         raise InputError(f"'{name}' has {kind}")
+    if bool((values > LARGEST_SCALE).any()):
+        raise InputError(f"'{name}' has scales so large that 448 times them is infinite")
     if pow2 and bool((torch.frexp(values).mantissa != 0.5).any()):
         raise InputError(f"'{name}' has scales that are no powers of two, scale_fmt says ue8m0")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

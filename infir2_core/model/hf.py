@@ -32,7 +32,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
         try:
             entries = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError("the weight index cannot be read", str(folder / INDEX)) from error
+            raise InputError(
+                "the weight index cannot be read", str(folder / INDEX), "download the model again"
+            ) from error
         for name, file in entries.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise InputError(f"index entry '{name}' points outside the folder: {file}", str(folder / INDEX))
@@ -53,6 +55,21 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return {name: folder / SINGLE for name in file.keys()}
 
 
+def stray_weights(folder: Path, files: dict[str, Path]) -> list[str]:
+    """Safetensors files of a folder that hold none of the tensors in `files`; loaders differ in which they take."""
+    return sorted({path.name for path in folder.glob("*.safetensors")} - {path.name for path in files.values()})
+
+
+def refuse_strays(folder: Path, files: dict[str, Path]) -> None:
+    """InputError when a folder has weights beside those in `files`, which transformers, say, would load instead."""
+    if strays := stray_weights(folder, files):
+        indexed = (folder / INDEX).is_file()
+        what = f"{', '.join(strays)} is in no entry of the index" if indexed else f"{', '.join(strays)} beside {SINGLE}"
+        stale = f"; if the index is the old one: rm {folder / INDEX}" if indexed else ""
+        what += ", and loaders differ in which weights they take"
+        raise InputError(what, str(folder / strays[0]), f"rm {folder / strays[0]}{stale}")
+
+
 def read_tensors(folder: Path, names: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor), file by file, each tensor read once."""
     for path in sorted(set(names.values())):
@@ -69,9 +86,11 @@ def load_hf(model: Decoder, folder: Path) -> None:
     """Fills the model's masters from an HF folder.
 
     Raises:
-        InputError: a tensor is missing, has another shape or an integer dtype, or is left over.
+        InputError: a tensor is missing, has another shape or an integer dtype, or is left over; or a second set of
+            weights lies beside the one that is read.
     """
     files, wanted = weight_files(folder), model.hf_views()
+    refuse_strays(folder, files)
     ignored = {n for n in files if n.endswith("rotary_emb.inv_freq")} | (
         {"lm_head.weight"} if model.shape.tied else set()
     )

@@ -134,6 +134,32 @@ def test_an_export_is_used_again_only_if_it_is_what_would_be_made(
     assert run_cli("cast-fp8", export, "fp8", "--device", "cpu", cwd=tmp_path).returncode == 0
 
 
+def test_a_checkpoint_is_only_read(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    assert run_cli("convert", "from-hf", "hf", "run/ckpt", cwd=tmp_path).returncode == 0
+    before = sorted(tmp_path.rglob("*"))
+    run_cli("cast-fp8", "run/ckpt", "made", "--keep", "nothing", "--device", "cpu", cwd=tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before  # a refusal leaves nothing either
+    done = run_cli("cast-fp8", "run/ckpt", "made", "--device", "cpu", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["source"] == "run/ckpt", done.stderr
+    assert {path.relative_to(tmp_path).parts[0] for path in set(tmp_path.rglob("*")) - set(before)} == {"made"}
+    assert (
+        run_cli("cast-fp8", "hf", "~/x", "--device", "cpu", cwd=tmp_path, env={"HOME": str(tmp_path)}).returncode == 0
+    )
+    assert (tmp_path / "x/config.json").is_file() and not (tmp_path / "~").exists()
+
+
+def test_what_is_not_copied_is_said(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    (tmp_path / "hf/.hidden").mkdir()
+    (tmp_path / "hf/.hidden/file").write_text("")
+    for words in (("--dry-run",), ()):
+        done = run_cli("cast-fp8", "hf", "fp8", "--device", "cpu", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "not copied: .hidden/, pytorch_model.bin" in " ".join(done.stdout.split())
+    assert not (tmp_path / "fp8/pytorch_model.bin").exists() and not (tmp_path / "fp8/.hidden").exists()
+
+
 PEAK = """
 import re, sys
 from infir2_cli.main import main

@@ -21,6 +21,8 @@ def test_a_run_becomes_an_fp8_folder_as_typed(run_cli: Cli, train: Callable[...,
     assert done.returncode == 0, done.stderr
     assert "the run written to last" in done.stdout and "as recipe infir2 trained it" in done.stdout
     export = tmp_path / "runs/mine/hf/step-00000004"
+    assert [path.name for path in export.parent.iterdir()] == [f"{export.name}-fp8"]  # nothing made on the way is left
+    assert run_cli("convert", "to-hf", "mine", cwd=tmp_path).returncode == 0
     for folder, kind in ((export, "bfloat16"), (Path(f"{export}-fp8"), "fp8")):
         done = run_cli("convert", "verify", folder, "--json", cwd=tmp_path, cold=True)
         assert done.returncode == 0 and json.loads(done.stdout)["kind"] == kind
@@ -91,3 +93,25 @@ def test_megatron_there_and_back(run_cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "old/iter_0000005/mp_rank_00").mkdir(parents=True)
     done = run_cli("convert", "to-hf", "old/iter_0000005", "out", cwd=tmp_path)
     assert done.returncode == 3 and "--ckpt-convert-format torch_dist" in done.stderr
+
+
+def test_hints(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1, shard="400KB")
+    assert run_cli("convert", "from-hf", "hf", "mc", "--layout", "megatron", cwd=tmp_path).returncode == 0
+    piece = next((tmp_path / "mc").rglob("*.distcp"))
+    piece.write_bytes(piece.read_bytes()[: piece.stat().st_size // 2])
+    index = tmp_path / "hf/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    home = content["weight_map"].pop("model.norm.weight")
+    index.write_text(json.dumps(content))
+    (tmp_path / "empty").mkdir()
+    for words, expected in (
+        (("convert", "check", "hf-nope", "hf"), "check the path"),
+        (("init", "new", "--from-megatron", "nothere"), "there is no such path"),
+        (("cast-fp8", "hf"), f"'model.norm.weight' is in {home}, the index names it not at all"),
+        (("convert", "from-hf", "empty", "out"), "it has no config.json"),
+        (("convert", "to-hf", "mc", "out"), "truncated"),
+    ):
+        done = run_cli(*words, cwd=tmp_path)
+        assert done.returncode == 3 and expected in done.stderr, done.stderr
+        assert "hint:" in done.stderr and "infir2 cpt" not in done.stderr, done.stderr

@@ -118,3 +118,21 @@ def test_a_disk_that_fills_up_on_the_way_costs_nothing(run_cli: Cli, tmp_path: P
     for left, right in (("hf", "again"), ("native", "other"), ("hf", "megatron")):
         assert run_cli("convert", "check", left, right, cwd=tmp_path).returncode == 0, right
     assert run_cli("convert", "verify", "fp8", cwd=tmp_path).returncode == 0
+
+
+def test_a_disk_without_room_for_one_small_file(run_cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", layers=1)
+    script = tmp_path / "run.sh"
+    flags = "--num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 --num-attention-heads 28 --num-query-groups 4"
+    script.write_text(f"python pretrain_gpt.py {flags}\n")
+    before = sorted(tmp_path.rglob("*"))
+    card = (tmp_path / "hf/README.md").read_text()
+    for words, where in (
+        (("init", "deep/project", "--from-script", "run.sh"), "deep/project/infir2.toml"),
+        (("init", "deep/project"), "deep/project/infir2.toml"),
+        (("hub", "card", "hf", "--write"), "hf/README.md"),
+    ):
+        done = limited(tmp_path, words, 10)
+        assert done.returncode == 3 and "no room" in done.stderr and f"where: {where}" in done.stderr, done.stderr
+        assert "type the same command again" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "hf/README.md").read_text() == card

@@ -181,8 +181,14 @@ def test_a_hub_id_stands_wherever_a_folder_does(online: Cli, hub: Hub, tmp_path:
     assert {name: (tmp_path / "model-fp8" / name).read_text() for name in beside} == beside
     assert not (tmp_path / "model-fp8/pytorch_model.bin").exists()
     done = online("hub", "card", "model-fp8")
-    for text in ("license: apache-2.0", "base_model: Some/Base", "base_model_relation: quantized"):
+    for text in ("license: apache-2.0", "base_model: some/model", "base_model_relation: quantized"):
         assert text in done.stdout, text
+    done = online("hub", "card", "some/model")
+    assert done.returncode == 0 and "base_model: Some/Base" in done.stdout and "# card" in done.stdout, done.stderr
+    done = online("hub", "card", "some/model", "--write")
+    assert done.returncode == 2 and "a copy in the hub's cache" in done.stderr
+    done = online("hub", "card", "some/other", HF_HUB_OFFLINE="1")
+    assert done.returncode == 3 and "unset HF_HUB_OFFLINE" in done.stderr
     done = online("convert", "check", "some/model", "hf")
     assert done.returncode == 0, done.stderr
     asked = len(hub.asked)
@@ -358,6 +364,11 @@ def test_the_card_inherits_and_tells_of_the_cast(online: Cli, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     for text in ("license: apache-2.0", "base_model: Some/Model", "base_model_relation: quantized", "powers of two"):
         assert text in done.stdout, text
+    card = (tmp_path / "hf-fp8/README.md").read_text()  # a local source has no id: what its card says counts
+    (tmp_path / "hf-fp8/README.md").write_text(card.replace("---\n#", "base_model: Some/Base\n---\n#"))
+    done_own = online("hub", "card", "hf-fp8")
+    assert "base_model: Some/Base" in done_own.stdout and "base_model_relation: quantized" in done_own.stdout
+    (tmp_path / "hf-fp8/README.md").write_text(card)
     before = (tmp_path / "hf-fp8/README.md").read_text()
     assert "quantized" not in before
     for _ in range(2):  # writing it twice adds nothing

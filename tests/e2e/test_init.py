@@ -91,3 +91,30 @@ def test_a_file_in_place_of_the_folder_is_refused(run_cli: Any, tmp_path: Path) 
 def test_a_folder_that_cannot_be_made_is_refused(run_cli: Any) -> None:
     done = run_cli("init", "/proc/infir2")  # a place where not even root may make a folder
     assert done.returncode == 3 and "/proc/infir2" in done.stderr
+
+
+MODEL = "--num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 --num-attention-heads 28 --num-query-groups 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--global-batch-size 0 --min-lr -5", "--global-batch-size, --min-lr"),
+        ("--data-path -1 text 1 code", "--data-path"),
+        ("--lr 1e-4 --train-iters 100", ""),
+    ],
+)
+def test_a_script_with_values_that_no_project_may_have(run_cli: Any, tmp_path: Path, flags: str, named: str) -> None:
+    (tmp_path / "run.sh").write_text(f"python pretrain_gpt.py {MODEL} {flags}\n")
+    done = run_cli("init", "p", "--from-script", "run.sh", cwd=tmp_path)
+    if not named:
+        assert done.returncode == 0 and (tmp_path / "p/infir2.toml").is_file(), done.stderr
+        return
+    assert done.returncode == 3 and f"run.sh: {named}" in done.stderr, done.stderr
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_script_of_fine_tuning_with_such_values(run_cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "sft.sh").write_text(f"python train.py {MODEL} --loss-type sft_loss --num-epoch 0\n")
+    done = run_cli("init", "p", "--from-script", "sft.sh", cwd=tmp_path)
+    assert done.returncode == 3 and "sft.sh: --num-epoch" in done.stderr, done.stderr

@@ -342,8 +342,10 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "recipe list":
         (folder / "recipe.json").write_text("[]")
     elif kind == "too large for bf16":
+        held = {name: tensor.float() for name, tensor in held.items()}
         held["model.layers.0.mlp.up_proj.weight"] = torch.full((384, 256), 3.4028e38)
         save_file(held, file, metadata={"format": "pt"})
+        edit_config(folder, dtype="float32")
     elif kind == "endless config":
         edit_config(folder, num_hidden_layers=10**8)
     elif kind == "half a character":

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from infir2_core.config.runfile import write_config
 from infir2_core.config.schema import ModelShape, RunConfig, Source
-from infir2_core.convert.card import Facts, card_text, folder_card, hub_name
+from infir2_core.convert.card import Facts, card_text, folder_card
 from infir2_core.convert.compare import compare
 from infir2_core.convert.export import Beside, export_hf
 from infir2_core.convert.native_in import surroundings
@@ -29,6 +29,7 @@ from infir2_core.data.batch import rows_to_batch
 from infir2_core.data.tokenizer import ByteTokenizer
 from infir2_core.engines.native import NativeEngine
 from infir2_core.errors import InputError
+from infir2_core.hub import hub_name
 from infir2_core.model.decoder import Decoder
 from infir2_core.model.hf import save_hf
 from infir2_core.ops.reference.moments import join

@@ -458,4 +458,4 @@ def test_the_command(tmp_path: Path, run_cli: Any) -> None:
     done = run_cli("init", "q", "--from-script", script, "--from-megatron", "x", cwd=tmp_path)
     assert done.returncode == 2 and "exclude each other" in done.stderr
     done = run_cli("init", "q", "--from-megatron", "x", cwd=tmp_path)
-    assert done.returncode == 3 and "no torch_dist checkpoint" in done.stderr
+    assert done.returncode == 3 and "there is no such path" in done.stderr

@@ -145,3 +145,18 @@ def test_the_mode_of_one_command_does_not_leak_into_the_next(capsys: pytest.Capt
     capsys.readouterr()
     show([1])
     assert capsys.readouterr().out.endswith("the result\n")
+
+
+def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    @output.guarded
+    def command(json: bool) -> None:
+        stop = KeyboardInterrupt()
+        stop.add_note("the same command goes on")
+        raise stop
+
+    for json in (False, True):
+        with pytest.raises(SystemExit) as ended:
+            command(json=json)
+        assert ended.value.code == output.INTERRUPTED
+        said = capsys.readouterr()
+        assert "the same command goes on" in (said.out if json else said.err)

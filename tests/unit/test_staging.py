@@ -102,3 +102,27 @@ def test_a_bad_source_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError), Staging(tmp_path / "out", PLAN, 4):
         raise InputError("bad")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "repeat"),
+    [
+        ({"files": {"a": 2}}, "the source has changed", False),
+        ({"version": "2"}, "another version", False),
+        ({"rule": "pow2"}, "other settings", True),
+        ({"files": {"a": 2}, "source": "elsewhere"}, "other settings", True),
+    ],
+)
+def test_what_an_unfinished_output_hints_at(
+    tmp_path: Path, change: dict[str, object], words: str, repeat: bool
+) -> None:
+    plan = {"what": "a test", "source": "here", "files": {"a": 1}, "version": "1", "rule": "fp32"}
+    with pytest.raises(KeyboardInterrupt) as stop, Staging(tmp_path / "out", plan, 4):
+        raise KeyboardInterrupt
+    assert stop.value.__notes__ == ["the same command goes on where this one ended"]
+    with pytest.raises(InputError, match=words) as caught, Staging(tmp_path / "out", plan | change, 4):
+        pass
+    assert ("repeat that command" in caught.value.hint) == repeat and "rm -r" in caught.value.hint
+    assert (tmp_path / "out.partial").is_dir()
+    with Staging(tmp_path / "out", plan, 4) as stage:
+        stage.publish()

@@ -31,6 +31,8 @@ _STORAGES = {
     "torch.storage.UntypedStorage": torch.uint8,
 }
 
+AGAIN = "copy the checkpoint again"
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -93,7 +95,8 @@ class Archive:
             size = path.stat().st_size
             length = size - offset if length is None else length
             if offset + length > size:
-                raise InputError(f"the file is truncated: {size} bytes, {offset + length} are needed", str(path))
+                what = f"the file is truncated: {size} bytes, {offset + length} are needed"
+                raise InputError(what, str(path), AGAIN)
             with _Window(path, offset, length) as window, zipfile.ZipFile(window) as archive:
                 self._members = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
                 order = archive.read(self._members["byteorder"]) if "byteorder" in self._members else b"little"
@@ -123,7 +126,7 @@ class Archive:
         storage, offset, shape, stride = value.args[:4] if len(value.args) >= needed else (None, -1, (), ())
         if not (_counts((offset,)) and _counts(shape) and _counts(stride) and len(shape) == len(stride)):
             what = f"the weight '{name}' is damaged: its place in the file is not what torch.save writes"
-            raise InputError(what, str(self.path), "copy the checkpoint again")
+            raise InputError(what, str(self.path), AGAIN)
         dtype = value.args[6] if needed == 7 else _STORAGES.get(getattr(storage, "type", ""))
         if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
             raise InputError(f"the weight '{name}' has a dtype that is not known", str(self.path))
@@ -136,7 +139,7 @@ class Archive:
         if info is None or info.compress_type != zipfile.ZIP_STORED:
             raise InputError(f"the bytes of the weight '{name}' are missing or packed", str(self.path))
         if (offset + expected) * dtype.itemsize > info.file_size:
-            raise InputError(f"the bytes of the weight '{name}' are cut off", str(self.path))
+            raise InputError(f"the bytes of the weight '{name}' are cut off", str(self.path), AGAIN)
         with self.path.open("rb") as file:
             file.seek(self._offset + info.header_offset + 26)
             names, extra = struct.unpack("<HH", file.read(4))

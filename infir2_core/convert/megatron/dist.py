@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...train.shards import raw_bytes
-from .archive import Archive, StoredTensor
+from .archive import AGAIN, Archive, StoredTensor
 from .pickles import Inert, read_pickle
 
 METADATA, CONFIG, TRACKER = ".metadata", "metadata.json", "latest_checkpointed_iteration.txt"
@@ -60,6 +60,8 @@ def find_iteration(folder: Path, where: str) -> Path:
     Raises:
         InputError: neither, or a checkpoint of Megatron's older format (with the command that converts it).
     """
+    if not folder.exists():
+        raise InputError("there is no such path", f"{where}: {folder}", "check the path")
     if (folder / METADATA).is_file():
         return folder
     if (folder / TRACKER).is_file():
@@ -241,7 +243,7 @@ class DistCheckpoint:
         while read < len(target):
             got = os.preadv(descriptor, [target[read:]], place + read)
             if got == 0:
-                raise InputError(f"the file ends inside '{tensor.name}'", str(piece.file))
+                raise InputError(f"the file ends inside '{tensor.name}'", str(piece.file), AGAIN)
             read += got
         return rows
 

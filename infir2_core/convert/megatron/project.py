@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pydantic import ValidationError
 
@@ -178,12 +178,33 @@ def _import(
         taken |= _sft(values, found, fp32)
     else:
         taken |= _rl(values, found, fp32, given)
+    _refuse_wrong(found)
     if isinstance(values.get("hf_checkpoint"), str):
         found.source = values["hf_checkpoint"]
         taken.add("hf_checkpoint")
     for name in sorted(given - taken):
         found.left[name] = _reason(name, values[name], stage)
     return found
+
+
+def _refuse_wrong(found: Imported) -> None:
+    """InputError for values that the project file would be refused for, with the flags that gave them."""
+    preset = load_preset(found.size)
+    stages: list[tuple[Any, dict[str, Any], dict[str, str]]] = [(preset.cpt, found.cpt, CARRIED)]
+    stages += [(preset.sft[cast(SftStage, number)], own, CARRIED_SFT) for number, own in found.sft.items()]
+    wrong: dict[str, str] = {}
+    for base, own, carried in stages:
+        flags = {ours: f"--{theirs.replace('_', '-')}" for theirs, ours in carried.items()}
+        try:
+            type(base).model_validate(base.model_dump() | {name: own[name] for name in own if name != "data"})
+        except ValidationError as error:
+            told = problems(error, type(base))
+            wrong |= {flags[str(key[0])]: text for key, text in told if key and key[0] in own and key[0] in flags}
+    if any(part["weight"] <= 0 for part in found.data.values()):
+        wrong["--data-path"] = "weights of data must be greater than 0"
+    if wrong:
+        hint = "correct the flag in a copy of the script"
+        raise InputError("; ".join(wrong.values()), f"{found.origin}: {', '.join(wrong)}", hint)
 
 
 def _size(values: dict[str, Any], origin: str, conditional: Sequence[str]) -> str:

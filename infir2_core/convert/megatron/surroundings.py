@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...hub import hub_name
 from ...precision.recipe import Recipe, load_recipe
-from ..card import CARD, Facts, card_text, hub_name
+from ..card import CARD, Facts, card_text
 from ..export import Beside
 from ..native_in import Surroundings
 from .project import CARRIED
