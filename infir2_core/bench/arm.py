@@ -169,7 +169,7 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
         room = torch.cuda.get_device_properties(spec.device).total_memory
         if excess := excess_bytes(config, load_recipe(spec.recipe), room):
             needs = f"a step needs {(room + excess) / 2**30:.0f} GB, {excess / 2**30:.0f} GB more than the card has"
-            return ArmTimes(failed=f"does not fit: {needs}; try fewer --rows, --recompute full or recipe infir2-lean")
+            return ArmTimes(failed=f"does not fit: {needs}; try {smaller(spec)}")
     engine = NativeEngine(config, load_recipe(spec.recipe), Ranks(device=spec.device), optimizer=spec.optimizer)
     torch.manual_seed(1)
     for parameter in engine.model.parameters():
@@ -208,14 +208,23 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
     return made
 
 
-def guarded(run: Callable[[], ArmTimes]) -> ArmTimes:
+def smaller(spec: ArmSpec) -> str:
+    """What makes an arm smaller that does not fit, of what it does not do yet."""
+    ways = ["fewer --rows"] if spec.rows > 1 else []
+    ways += ["--recompute full"] if spec.recompute != "full" else []
+    ways += ["recipe infir2-lean"] if spec.optimizer and not spec.recipe.endswith("lean") else []
+    return ", ".join([*ways, "a shorter --seq-len"]) + " or fewer --layers"
+
+
+def guarded(spec: ArmSpec, run: Callable[[], ArmTimes]) -> ArmTimes:
     """`run`, with a card that is too small turned into a reason."""
     import torch
 
     try:
         return run()
     except torch.OutOfMemoryError as error:
-        return ArmTimes(failed=f"does not fit: {str(error).split('. GPU')[0]}")
+        reason = str(error).split(". GPU")[0].removeprefix("CUDA out of memory. ")
+        return ArmTimes(failed=f"does not fit: out of memory. {reason}; try {smaller(spec)}")
 
 
 def show(times: ArmTimes) -> None:
@@ -229,7 +238,7 @@ def main() -> None:
 
     spec = ArmSpec(**json.loads(sys.argv[1]))
     waited = wait(_import)
-    show(guarded(lambda: measure(spec, waited)))
+    show(guarded(spec, lambda: measure(spec, waited)))
 
 
 def _import() -> None:

@@ -168,7 +168,7 @@ def main() -> None:
     """Entry point of the process."""
     spec = ArmSpec(**json.loads(sys.argv[1]))
     waited = wait(_import)
-    show(guarded(lambda: measure(spec, waited)))
+    show(guarded(spec, lambda: measure(spec, waited)))
 
 
 def _import() -> None:

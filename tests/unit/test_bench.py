@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from infir2_core.bench import baseline, compare, story, tune
-from infir2_core.bench.arm import ArmSpec, ArmTimes, measure, text_tokens
+from infir2_core.bench.arm import ArmSpec, ArmTimes, guarded, measure, smaller, text_tokens
 from infir2_core.bench.child import Child
 from infir2_core.bench.profile import group_of, summarise
 from infir2_core.config.presets import load_preset
@@ -244,6 +245,15 @@ def test_an_arm_trains_on_real_text_and_times_every_phase() -> None:
     assert any(gemm.startswith("wgrad e4m3") for gemm in arm.by)
     still = measure(ArmSpec("tiny", "bf16", 64, 2, layers=1, optimizer=False, warmup=1, steps=2, device="cpu"))
     assert still.parameters == arm.parameters and set(still.by.values()) == {"torch", "sdpa"}
+
+
+def test_what_does_not_fit_says_what_would_make_it_smaller() -> None:
+    def full() -> ArmTimes:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of")
+
+    spec = ArmSpec("7b", "infir2-lean", 32768, 1, recompute="full")
+    assert guarded(spec, full).failed.endswith("2.31 GiB; try a shorter --seq-len or fewer --layers")
+    assert smaller(ArmSpec("7b", "infir2", 32768, 2)).startswith("fewer --rows, --recompute full, recipe infir2-lean")
 
 
 def test_options_that_exclude_each_other() -> None:
