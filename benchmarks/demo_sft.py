@@ -3,7 +3,8 @@
     python benchmarks/demo_sft.py runs/demo-sft-1 runs/demo-sft-2
 
 Prints the held-out losses of each run, then answers held-out prompts with the last one and counts how many answers end
-by the turn-end token, and how many have the form of the data's. Exits 1 when a loss did not fall, or when not more than 95 % of the answers end by themselves.
+by the turn-end token, and how many have the form of the data's. Exits 1 when a loss did not fall, or when not more than
+95 % of the answers end by themselves.
 """
 
 from __future__ import annotations
