@@ -108,7 +108,11 @@ class Staging:
         if "source" not in differing and differing & {"files", "identity"}:  # no command goes on with that
             return InputError("the source has changed since this output was begun", str(self.path), rid)
         if "version" in differing:
-            return InputError("an unfinished output of another version of infir2 is in the way", str(self.path), rid)
+            return InputError(
+                "an unfinished output of another version of infir2, or a damaged one, is in the way",
+                str(self.path),
+                rid,
+            )
         what = "an unfinished output of other settings is in the way"
         return InputError(what, str(self.path), f"repeat that command to finish it, or: {rid}")
 

@@ -267,7 +267,7 @@ def test_an_unfinished_cast_of_a_source_that_changed_is_refused(
     assert "type the same command again" in caught.value.hint and not (tmp_path / "fp8").exists()
     name = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
     name.write_bytes(name.read_bytes())
-    with pytest.raises(InputError, match="a source that has changed") as caught:
+    with pytest.raises(InputError, match="the source has changed") as caught:
         make(tmp_path / "hf", tmp_path / "fp8")
     assert f"rm -r {tmp_path / 'fp8.partial'}" in caught.value.hint
     shutil.rmtree(tmp_path / "fp8.partial")
@@ -418,7 +418,7 @@ def test_what_is_in_the_way_of_an_output(tmp_path: Path) -> None:
     journal = tmp_path / "fp8.partial/.infir2"
     journal.mkdir(parents=True)
     (journal / "plan.json").write_bytes(b"\xff")
-    with pytest.raises(InputError, match="an unfinished output of other settings"):
+    with pytest.raises(InputError, match="of another version of infir2, or a damaged one"):
         make(tmp_path / "hf", tmp_path / "fp8")
 
 
