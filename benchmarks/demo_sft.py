@@ -4,7 +4,7 @@
 
 Prints the held-out losses of each run, then answers held-out prompts with the last one and counts how many answers end
 by the turn-end token, and how many have the form of the data's. Exits 1 when a loss did not fall, or when not more than
-95 % of the answers end by themselves.
+95 % of the answers do either.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def main(folders: list[Path]) -> int:
         good &= share > WANTED
         how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
         print(f"{how}: {share:.1%} of {len(answers)} answers to held-out prompts end by the turn-end token")
-        texts = [decode(answer.tokens).strip() for answer in answers]
+        texts = [decode([t for t in answer.tokens if t != config.chat.turn_end]).strip() for answer in answers]
         shaped = sum(text.endswith(".") and "\n" not in text for text in texts) / len(texts)
+        good &= shaped > WANTED
         print(f"    {shaped:.1%} are one line that ends in a full stop, as those of the data are")
         for prompt, answer in list(zip(prompts, answers, strict=True))[:2]:
             print(f"    {decode(prompt)!r}\n    {decode(answer.tokens)!r}")
