@@ -10,7 +10,7 @@ from typing import Any
 from .. import __version__
 from ..errors import InputError, MachineError, nearest
 from .arm import ArmSpec
-from .compare import Row, not_comparable, published
+from .compare import PEER_NAME, Row, not_comparable, published
 
 RECOMPUTE = ("none", "selective", "full")
 BY_REFERENCE = ("tiny", "small")  # sizes whose step takes seconds at most without kernels
@@ -79,8 +79,8 @@ def checked(recompute: str, peer: str | None, both: bool) -> None:
         raise InputError("--accept would store the ratio that --check complains of", "--check --accept", "one of them")
     if recompute not in RECOMPUTE:
         raise InputError(f"no such recomputation: {recompute}", "--recompute", nearest(recompute, RECOMPUTE))
-    if peer not in (None, "megatron-te"):
-        raise InputError(f"no such peer: {peer}", "--peer", "--peer megatron-te")
+    if peer not in (None, PEER_NAME):
+        raise InputError(f"no such peer: {peer}", "--peer", f"--peer {PEER_NAME}")
     if peer and recompute == "selective":
         raise InputError("the peer recomputes whole layers or nothing", "--recompute selective", "--recompute full")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
+from scratch import scratch_config
 
 from infir2_core.ops.dispatch import ledger, matmul, quantize
 from infir2_core.ops.hopper import gemm
@@ -172,24 +173,12 @@ def test_the_nearest_shape_of_the_table_decides(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-lean"])
 def test_a_step_never_waits_for_the_device(recipe: str) -> None:
-    from infir2_core.config.presets import load_preset
-    from infir2_core.config.schema import Blend, RunConfig, Source
     from infir2_core.data.batch import rows_to_batch
     from infir2_core.engines.native import NativeEngine
     from infir2_core.engines.ranks import Ranks
     from infir2_core.precision.recipe import load_recipe
 
-    preset = load_preset("small")
-    config = RunConfig(
-        name="waits",
-        runs="-",
-        size="small",
-        model=preset.model,
-        source=Source(kind="scratch"),
-        data=[Blend(prefix="-", weight=1.0, content="")],
-        cpt=preset.cpt,
-    )
-    engine = NativeEngine(config, load_recipe(recipe), Ranks(device="cuda:0"))
+    engine = NativeEngine(scratch_config("small"), load_recipe(recipe), Ranks(device="cuda:0"))
     engine.model.initialise(0.02, 1)
     batches = [rows_to_batch(list(torch.randint(0, 256, (2, 513)))) for _ in range(2)]
     for _ in range(2):  # compiles, and asks devices for what is kept afterwards

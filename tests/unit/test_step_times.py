@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from scratch import scratch_config
 
-from infir2_core.config.presets import load_preset
-from infir2_core.config.schema import Blend, RunConfig, Source
 from infir2_core.engines.native import Moment, PendingStep
 from infir2_core.engines.ranks import Ranks
 from infir2_core.precision.recipe import load_recipe
@@ -106,16 +105,7 @@ def charged(folder: Path, monkeypatch: pytest.MonkeyPatch, tokens: list[int], wa
     """Seconds that a run charges its steps; a validation of 30 s lies behind the fourth."""
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", event_of(device))
-    preset = load_preset("tiny")
-    config = RunConfig(
-        name="times",
-        runs=str(folder),
-        size="tiny",
-        model=preset.model,
-        source=Source(kind="scratch"),
-        data=[Blend(prefix="-", weight=1.0, content="")],
-        cpt=preset.cpt.model_copy(update=SHORT | {"steps": len(tokens)}),
-    )
+    config = scratch_config("tiny", **SHORT, steps=len(tokens))
     records = Records(device, watching)
     run = Run(config, load_recipe("bf16"), folder, Ranks(), records, StopRequest(folder))  # type: ignore[arg-type]
     run.engine, run.feed, run.store = Engine(device, tokens), Feed(device, tokens), Store()  # type: ignore[assignment]
