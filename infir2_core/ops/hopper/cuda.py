@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import struct
@@ -24,9 +25,8 @@ from .kept import kept
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURE = "sm_90a"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
-PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 1, 2  # keys of cuLaunchKernel's `extra`
 
-Argument = Tensor | int | float | None | tuple["Argument", ...]
+Argument = Tensor | int | float | bytes | None | tuple["Argument", ...]
 
 
 def launch(
@@ -46,8 +46,8 @@ def launch(
         grid: blocks.
         block: threads of a block.
         shared: bytes of dynamic shared memory.
-        arguments: in the kernel's order; tensors and None become pointers, int becomes int64, float becomes double, a
-            tuple becomes a struct of these.
+        arguments: in the kernel's order; tensors and None become pointers, int becomes int64, float becomes double,
+            bytes stay as they are, a tuple becomes a struct of these.
         device: where the tensors live.
 
     Raises:
@@ -56,22 +56,20 @@ def launch(
     index = device.index if device.index is not None else torch.cuda.current_device()
     with torch.cuda.device(index):
         function = _function(file, defines, shared, index)
-        parameters = ctypes.create_string_buffer(packed(tuple(arguments)))
-        size = ctypes.c_size_t(len(parameters) - 1)
-        extra = (ctypes.c_void_p * 5)(
-            PARAM_BUFFER_POINTER,
-            ctypes.cast(parameters, ctypes.c_void_p),
-            PARAM_BUFFER_SIZE,
-            ctypes.cast(ctypes.pointer(size), ctypes.c_void_p),
-            None,
-        )
+        # Each by its address: the compiler lays them out, and pads what wants more than 16 bytes of alignment.
+        fields = [packed(argument) for argument in arguments]
+        values = ctypes.create_string_buffer(b"".join(fields))
+        ends = itertools.accumulate(map(len, fields), initial=ctypes.addressof(values))
+        addresses = (ctypes.c_void_p * (len(fields) + 1))(*ends)
         stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
-        code = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared, stream, None, extra)
+        code = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared, stream, addresses, None)
     _check(code, f"launching {file}")
 
 
 def packed(argument: Argument) -> bytes:
     """The bytes of one kernel parameter."""
+    if isinstance(argument, bytes):
+        return argument
     if isinstance(argument, tuple):
         return b"".join(map(packed, argument))
     if isinstance(argument, Tensor):
@@ -79,6 +77,33 @@ def packed(argument: Argument) -> bytes:
     if argument is None:
         return struct.pack("<Q", 0)
     return struct.pack("<d", argument) if isinstance(argument, float) else struct.pack("<q", argument)
+
+
+def encode_map(address: int, rows: int, cols: int, itemsize: int, box_cols: int, box_rows: int) -> bytes:
+    """A tensor map: how the copy engine finds boxes of a matrix [rows, cols] at `address`, in 128-byte swizzle.
+
+    Args:
+        address: of a contiguous matrix, divisible by 16 as its rows are.
+        rows: of the matrix.
+        cols: of the matrix.
+        itemsize: 1 for bytes, 4 for float32.
+        box_cols: columns of a box, 128 bytes at most.
+        box_rows: rows of a box, 256 at most.
+
+    Raises:
+        RuntimeError: the driver does not take such a matrix.
+    """
+    kind = {1: 0, 4: 7}[itemsize]  # CUtensorMapDataType
+    swizzle_128b, promotion_256b = 3, 3
+    space = ctypes.create_string_buffer(128 + 64)
+    at = -(-ctypes.addressof(space) // 64) * 64  # the driver wants it aligned
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), kind, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(cols, rows),
+        (ctypes.c_uint64 * 1)(cols * itemsize), (ctypes.c_uint32 * 2)(box_cols, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1), 0, swizzle_128b, promotion_256b, 0,
+    )  # fmt: skip
+    _check(code, f"a tensor map of {rows} x {cols}")
+    return ctypes.string_at(at, 128)
 
 
 @cache

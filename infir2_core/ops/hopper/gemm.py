@@ -1,9 +1,10 @@
-"""Block-scaled FP8 GEMM by cuBLASLt (through torch) or DeepGEMM, whichever is faster for the shape.
+"""Block-scaled FP8 GEMM by cuBLASLt (through torch), DeepGEMM or wgrad.py, whichever is fastest for the shape.
 
 Reference: ops/reference/matmul.py. Both operands have their contraction axis contiguous. Float32 partial sums of 128
 products are multiplied by both scales and added in float32; the two libraries gave the same bits wherever they were
-compared. Which is faster is read from a table of measured rates (gemm_table.json, written by `infir2 bench gemm
---tune`; INFIR2_GEMM_TABLE names another one): the entry of the nearest shape decides.
+compared, and so does wgrad.py for tiles that it does not share out along K. Which is fastest is read from a table of
+measured rates (gemm_table.json, written by `infir2 bench gemm --tune`; INFIR2_GEMM_TABLE names another one): the entry
+of the nearest shape decides.
 
 Padding of 128x128 scales to four along the contraction is what older stacks missed: without it, K / 128 not divisible
 by four gave silently wrong numbers.
@@ -27,13 +28,14 @@ from ...errors import InputError
 from ..optional import optional
 from ..reference.quantize import QTensor
 from .copies import K_BLOCK_PAD, TILE
+from .wgrad import matmul_tiles
 
 try:
     from torch.nn.functional import ScalingType
 except ImportError:  # an older torch: nothing here is supported then
     ScalingType = None  # type: ignore[assignment, misc]
 
-CUBLASLT, DEEPGEMM = "cublaslt", "deepgemm"
+CUBLASLT, DEEPGEMM, OWN = "cublaslt", "deepgemm", "infir2"
 TABLE = Path(__file__).with_name("gemm_table.json")
 
 
@@ -49,23 +51,28 @@ def supports(a: QTensor, b: QTensor) -> bool:
 
 
 def choices(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> list[str]:
-    """The libraries that compute this product here, cuBLASLt always among them.
+    """Who computes this product here, cuBLASLt always among them.
 
     DeepGEMM's kernels take E4M3, 1x128 on the left, and store bf16 for a 128x128 right operand, float32 for
-    a 1x128 one.
+    a 1x128 one. Our own kernel takes 1x128 by 1x128 and stores float32.
     """
     dtype = torch.bfloat16 if b.tile == (TILE, TILE) else torch.float32
-    fits = out_dtype == dtype and a.spec.format == b.spec.format == "e4m3" and a.tile == (1, TILE)
-    fits = fits and all(side % TILE == 0 for side in (*a.data.shape, *b.data.shape))
-    return [CUBLASLT, DEEPGEMM] if fits and _deep_gemm() is not None else [CUBLASLT]
+    found, tiles = [CUBLASLT], a.tile == (1, TILE)
+    fits = out_dtype == dtype and a.spec.format == b.spec.format == "e4m3" and tiles
+    if fits and all(side % TILE == 0 for side in (*a.data.shape, *b.data.shape)) and _deep_gemm() is not None:
+        found.append(DEEPGEMM)
+    if tiles and b.tile == (1, TILE) and out_dtype == torch.float32:
+        found.append(OWN)
+    return found
 
 
 def choose(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> str:
-    """The library that the table calls faster for these operands, [M, K] and [N, K]."""
+    """Whom the table calls fastest for these operands, [M, K] and [N, K]."""
     found = choices(a, b, out_dtype)
     if len(found) == 1:
         return found[0]
-    return fastest("2d" if b.tile == (TILE, TILE) else "1d", a.data.shape[0], b.data.shape[0], a.data.shape[1])
+    kind = "2d" if b.tile == (TILE, TILE) else "1d"
+    return fastest(kind, a.data.shape[0], b.data.shape[0], a.data.shape[1], tuple(found))
 
 
 def scaled_matmul(
@@ -84,7 +91,10 @@ def scaled_matmul(
         by: one of `choices`; None: that of `choose`.
         total: [M, N] in `out_dtype`, to which the product is added in place, and which is returned then.
     """
-    if (by or choose(a, b, out_dtype)) == DEEPGEMM:
+    by = by or choose(a, b, out_dtype)
+    if by == OWN:
+        return matmul_tiles(a, b, total)
+    if by == DEEPGEMM:
         return _by_deepgemm(a, b, out_dtype, total)
     out = F.scaled_mm(a.data, b.data.T, _scale(a), _kind(a), _scale(b), _kind(b), output_dtype=out_dtype)
     return out if total is None else total.add_(out)
@@ -105,14 +115,15 @@ def _by_deepgemm(a: QTensor, b: QTensor, out_dtype: torch.dtype, total: Tensor |
 
 
 @cache
-def fastest(kind: str, m: int, n: int, k: int) -> str:
-    """The faster library for the tabled shape nearest to [m, k] . [n, k]^T; distances are those of logarithms.
+def fastest(kind: str, m: int, n: int, k: int, among: tuple[str, ...]) -> str:
+    """The fastest for the tabled shape nearest to [m, k] . [n, k]^T; distances are those of logarithms.
 
     Args:
         kind: `2d` (1x128 by 128x128) or `1d` (1x128 by 1x128).
         m: rows of the left operand.
         n: rows of the right operand.
         k: contraction.
+        among: whom to choose from, cuBLASLt where the table has no rate of them.
     """
 
     def distance(entry: dict[str, Any]) -> float:
@@ -122,7 +133,7 @@ def fastest(kind: str, m: int, n: int, k: int) -> str:
     if not entries:
         return CUBLASLT
     tflops: dict[str, float] = min(entries, key=distance)["tflops"]
-    return max(tflops, key=lambda name: tflops[name])
+    return max((name for name in among if name in tflops), key=lambda name: tflops[name], default=CUBLASLT)
 
 
 @cache
@@ -138,8 +149,8 @@ def table() -> list[dict[str, Any]]:
         for entry in shapes:
             if min(entry["m"], entry["n"], entry["k"]) < 1 or entry["kind"] not in ("1d", "2d"):
                 raise ValueError(f"{entry}: no shape of a GEMM")
-            if not entry["tflops"].keys() or not entry["tflops"].keys() <= {CUBLASLT, DEEPGEMM}:
-                raise ValueError(f"{entry}: no rates of {CUBLASLT} and {DEEPGEMM}")
+            if not entry["tflops"].keys() or not entry["tflops"].keys() <= {CUBLASLT, DEEPGEMM, OWN}:
+                raise ValueError(f"{entry}: no rates of {CUBLASLT}, {DEEPGEMM} and {OWN}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "unset INFIR2_GEMM_TABLE, or write one: infir2 bench gemm --tune FILE"
         raise InputError(f"the table of GEMM rates cannot be read: {error}", str(path), hint) from error

@@ -1,0 +1,214 @@
+#include "ptx.cuh"
+#include "async.cuh"
+#include "schedule.cuh"
+// out (+)= a . b^T for codes in 1 x 128 blocks along K with a float32 scale each: the wgrad GEMM of blockwise recipes.
+//
+// One warp keeps the copy engine STAGES K blocks ahead; two warpgroups multiply, 64 x COLS each. Tensor cores sum the 128
+// products of a K block, then every number takes two ordinary instructions to be scaled and added in float32. That is
+// nearly as long as the product takes, so a warpgroup works on halves of its columns: one is multiplied while the other
+// is scaled. CLUSTER blocks, one above another, share the codes of b: each loads a part for all of them.
+//
+// Defines: CLUSTER, STAGES, A_E5M2, B_E5M2 (or E4M3).
+constexpr int GROUPS = 2, ROWS = 64 * GROUPS, COLS = 192;  // of a block's tile
+constexpr int DEEP = 128;              // K of a block of codes, in bytes
+constexpr int HELD = COLS / 4;         // numbers of a half, 64 x COLS / 2, that a thread holds
+constexpr int BAND = 8;                // tiles along n that are computed together with those below them
+constexpr int A_BYTES = ROWS * DEEP, B_BYTES = COLS * DEEP, OWN_B = COLS / CLUSTER;
+// Registers of a thread that multiplies and of the others: together no more than at the start. A function that is called
+// (division of 64 bits is one) would use more than SPARE, which is an illegal instruction.
+constexpr int REGISTERS = 232, SPARE = 40;
+constexpr int CHUNK = 32, STAGED = 64 * CHUNK * 4;  // columns of a stored box, bytes of one
+
+#define TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+
+__device__ __forceinline__ void multiply(float (&d)[HELD], u64 a, u64 b, int onto) {
+    asm volatile(
+        "{\n.reg .pred onto;\nsetp.ne.b32 onto, %50, 0;\nwgmma.mma_async.sync.aligned.m64n96k32.f32"
+#if A_E5M2
+        ".e5m2"
+#else
+        ".e4m3"
+#endif
+#if B_E5M2
+        ".e5m2"
+#else
+        ".e4m3"
+#endif
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " TEN(1) TEN(2) TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47}, "
+        "%48, %49, onto, 1, 1;\n}"
+        : D16(0), D16(16), D16(32)
+        : "l"(a), "l"(b), "r"(onto));
+}
+__device__ __forceinline__ void settle(float (&d)[HELD]) {  // no product in flight may be moved over here
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Queues the product of a K block; a, b: where the codes lie, in units of 16 bytes.
+__device__ __forceinline__ void queue(float (&d)[HELD], u32 a, u32 b) {
+    settle(d);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < DEEP / 32; ++i) multiply(d, described(a + 2 * i), described(b + 2 * i), i);
+    end_products();
+}
+// sum += d times the scales of this thread's two rows, eight apart, and of its columns.
+__device__ __forceinline__ void scale_and_add(
+    float* sum, float (&d)[HELD], float upper, float lower, const float* of_cols) {
+    settle(d);
+#pragma unroll
+    for (int i = 0; i < HELD / 4; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(of_cols + 8 * i);
+        sum[4 * i] += upper * pair.x * d[4 * i];
+        sum[4 * i + 1] += upper * pair.y * d[4 * i + 1];
+        sum[4 * i + 2] += lower * pair.x * d[4 * i + 2];
+        sum[4 * i + 3] += lower * pair.y * d[4 * i + 3];
+    }
+}
+
+struct Corner { int row, col; };  // of a tile of the whole cluster
+__device__ __forceinline__ Corner corner(int tile, int down, int across) {
+    const int band = tile / (down * BAND), first = band * BAND, wide = min(BAND, across - first);
+    const int within = tile - band * down * BAND;
+    return {within / wide * ROWS * CLUSTER, (first + within % wide) * COLS};
+}
+
+// a [m, K] and b [n, K] codes; sa, sb scales, one K block after another; out float32 [m, n]. partial: a tile of float4 a
+// block, in the order in which threads hold it; flags: GROUPS a block, 0 before and after. add: onto what is in out.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad(
+    const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, const float* sa,
+    const float* sb, float4* partial, u32* flags, i64 m64, i64 n64, i64 depth, i64 add) {
+    extern __shared__ __align__(16) u8 raw[];
+    u8* base = raw + (-shared_address(raw) & 1023);  // swizzled rows repeat every 1,024 bytes
+    u8 *codes_b = base + STAGES * A_BYTES, *staged = codes_b + STAGES * B_BYTES;
+    float* scales = reinterpret_cast<float*>(staged + GROUPS * STAGED);
+    const u32 full = shared_address(scales + STAGES * (ROWS + COLS)), empty = full + 8 * STAGES;
+    const int m = (int)m64, n = (int)n64, worker = blockIdx.x / CLUSTER;
+    const u32 rank = CLUSTER == 1 ? 0 : rank_in_cluster();
+    const int down = (m + ROWS * CLUSTER - 1) / (ROWS * CLUSTER), across = (n + COLS - 1) / COLS;
+    const Schedule schedule = {down * across, (int)depth, (int)gridDim.x / CLUSTER};
+    const int work = schedule.work(worker), group = threadIdx.x / 128;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            begin_barrier(full + 8 * s, 1);
+            begin_barrier(empty + 8 * s, CLUSTER * GROUPS * 4);
+        }
+        publish_barriers();
+    }
+    if (CLUSTER == 1) __syncthreads(); else meet_cluster();
+
+    if (group == GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SPARE));
+        if (threadIdx.x == 128 * GROUPS) {
+            int stage = 0;
+            u32 parity = 1;
+            for (int done = 0; done < work;) {
+                const Piece p = schedule.piece(worker, done);
+                const Corner at = corner(p.tile, down, across);
+                const int row = at.row + (int)rank * ROWS;
+                const int rows = max(0, min(ROWS, m - row)), cols = min(COLS, n - at.col);
+#pragma unroll 1
+                for (int k = p.from; k < p.to; ++k) {
+                    const u32 ready = full + 8 * stage;
+                    float* to = scales + stage * (ROWS + COLS);
+                    wait_for(empty + 8 * stage, parity);
+                    expect(ready, A_BYTES + B_BYTES + 4 * (rows + cols));
+                    load_box(shared_address(base + stage * A_BYTES), a, k * DEEP, row, ready);
+                    const u32 part = shared_address(codes_b + stage * B_BYTES + rank * OWN_B * DEEP);
+                    if (CLUSTER == 1) load_box(part, b, k * DEEP, at.col, ready);
+                    else load_box_for(part, b, k * DEEP, at.col + rank * OWN_B, ready, (u16)((1 << CLUSTER) - 1));
+                    if (rows) load_bytes(shared_address(to), sa + (i64)k * m + row, 4 * rows, ready);
+                    load_bytes(shared_address(to + ROWS), sb + (i64)k * n + at.col, 4 * cols, ready);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+                done += p.to - p.from;
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, line = thread / 32 * 16 + lane / 4;
+        const int together = 1 + group;  // a named barrier
+        u8* box = staged + group * STAGED;
+        int stage = 0;
+        u32 parity = 0;
+        float first[HELD], second[HELD], sum[2 * HELD];
+        if (work) wait_for(full, parity);
+        for (int done = 0; done < work;) {
+            const Piece p = schedule.piece(worker, done);
+#pragma unroll
+            for (int i = 0; i < 2 * HELD; ++i) sum[i] = 0.f;
+#pragma unroll 1
+            for (int k = p.from; k < p.to; ++k) {
+                const u32 at_a = (shared_address(base + group * 64 * DEEP) + stage * A_BYTES) >> 4;
+                const u32 at_b = (shared_address(codes_b) + stage * B_BYTES) >> 4, used = empty + 8 * stage;
+                const float *of_rows = scales + stage * (ROWS + COLS), *of_cols = of_rows + ROWS + lane % 4 * 2;
+                queue(first, at_a, at_b);
+                queue(second, at_a, at_b + COLS / 2 * DEEP / 16);
+                const float upper = of_rows[group * 64 + line], lower = of_rows[group * 64 + line + 8];
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+                wait_for_products<1>();
+                scale_and_add(sum, first, upper, lower, of_cols);
+                // Here and not before the product: what stands before this loop is not moved behind it by the compiler.
+                if (++done < work) wait_for(full + 8 * stage, parity);
+                wait_for_products<0>();
+                scale_and_add(sum + HELD, second, upper, lower, of_cols + COLS / 2);
+                __syncwarp();
+                if (lane < CLUSTER) arrive_at(used, lane);
+            }
+            const i64 slot = (i64)blockIdx.x * GROUPS + group;
+            if (p.from) {  // the worker before has the beginning, or the one before that
+                float4* to = partial + slot * (HELD / 2) * 128 + thread;
+#pragma unroll
+                for (int i = 0; i < HELD / 2; ++i)
+                    __stcg(to + i * 128, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+                __threadfence();
+                meet(together, 128);
+                if (thread == 0) raise_flag(flags + slot);
+                continue;
+            }
+            for (int other = worker + 1, reached = p.to; reached < schedule.depth; ++other) {
+                const i64 theirs = slot + (i64)(other - worker) * CLUSTER * GROUPS;
+                reached = schedule.depth - (schedule.end_of(p) - min(schedule.end_of(p), schedule.border(other + 1)));
+                if (thread == 0) wait_for_flag(flags + theirs);
+                meet(together, 128);
+                const float4* from = partial + theirs * (HELD / 2) * 128 + thread;
+#pragma unroll
+                for (int i = 0; i < HELD / 2; ++i) {
+                    const float4 v = __ldcg(from + i * 128);
+                    sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+                }
+                if (thread == 0) flags[theirs] = 0;
+            }
+            const Corner at = corner(p.tile, down, across);
+            const int row = at.row + (int)rank * ROWS + group * 64;
+#pragma unroll
+            for (int part = 0; part < COLS / CHUNK; ++part) {
+                if (row < m && at.col + part * CHUNK < n) {
+                    if (thread == 0) wait_until_stores_are_read();
+                    meet(together, 128);
+#pragma unroll
+                    for (int i = 0; i < CHUNK / 8; ++i) {  // 16-byte units of a row are swizzled by the row's number
+                        const int unit = (2 * i + lane % 4 / 2) ^ (line & 7), j = 4 * (part * CHUNK / 8 + i);
+                        u8* to = box + line * 128 + unit * 16 + lane % 2 * 8;
+                        *reinterpret_cast<float2*>(to) = make_float2(sum[j], sum[j + 1]);
+                        *reinterpret_cast<float2*>(to + 1024) = make_float2(sum[j + 2], sum[j + 3]);
+                    }
+                    show_to_copies();
+                    meet(together, 128);
+                    if (thread == 0) {
+                        if (add) add_box(shared_address(box), out, at.col + part * CHUNK, row);
+                        else store_box(shared_address(box), out, at.col + part * CHUNK, row);
+                        end_store();
+                    }
+                }
+            }
+        }
+        if (thread == 0) wait_for_stores();
+    }
+    if (CLUSTER > 1) {  // a block's shared memory stays until the others have sent what they send
+        __syncwarp();
+        meet_cluster();
+    }
+}
