@@ -21,6 +21,7 @@ from typing import Any
 
 from .arm import ArmSpec, ArmTimes, Clock, by_phase, guarded, show, since_start, text_tokens
 from .child import wait
+from .clocks import Meter
 
 PACKAGES = ("transformer-engine", "megatron-core")
 
@@ -69,24 +70,30 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
         mark()
         return loss.detach()
 
+    meter = Meter(spec.device)
+    step(next(batches)).item()
+    made.first_step_s = since_start(waited)
+    check_fused(model)
+    for _ in range(spec.after + spec.warmup - 1):
+        step(next(batches))
+    torch.cuda.reset_peak_memory_stats()
     clock, losses = Clock(True), []
-    for number in range(spec.after + spec.warmup + spec.steps):
-        if number == spec.after + spec.warmup:
-            torch.cuda.reset_peak_memory_stats()
-            clock = Clock(True)
-        tokens = next(batches)
-        clock.mark()
-        losses.append(step(tokens, clock.mark))
-        if number == 0:
-            losses[0].item()
-            made.first_step_s = since_start(waited)
-            check_fused(model)
-    # Read at the end, as ours are: between steps nothing waits for the device.
-    made.ms = by_phase(clock.intervals())
-    made.losses = [float(loss) for loss in losses[-spec.steps :]]
+    with meter:
+        for _ in range(spec.steps):
+            tokens = next(batches)
+            clock.mark()
+            losses.append(step(tokens, clock.mark))
+        # Read at the end, as ours are: between steps nothing waits for the device.
+        made.ms = by_phase(clock.intervals())
+    made.load = meter.load()
+    made.losses = [float(loss) for loss in losses]
     made.peak_gb = torch.cuda.max_memory_allocated() / 2**30
     made.reserved_gb = torch.cuda.max_memory_reserved() / 2**30
     made.versions = {"torch": torch.__version__} | {package: version(package) for package in PACKAGES}
+    if spec.profile:
+        from .profile import profile
+
+        made.profile = profile(lambda: step(tokens)).told()
     return made
 
 

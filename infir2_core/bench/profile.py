@@ -41,6 +41,10 @@ class Profile:
     span: float
     gaps: float
 
+    def told(self) -> dict[str, float]:
+        """The groups, with `span` and `gaps`."""
+        return self.groups | {"span": self.span, "gaps": self.gaps}
+
 
 def group_of(name: str) -> str:
     """The group that a kernel's name belongs to."""
