@@ -27,7 +27,7 @@ DEFAULTS = {
     "tp": 1, "pp": 1, "tied": False, "per_layer": False, "singleton": False, "optimizer": False, "extra_state": False,
     "common": "file", "canary": "", "layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "groups": 2, "vocab": 110,
     "padded": 128, "seed": 3, "dtype": "bfloat16", "iteration": 7, "rope": 1e6, "args": True, "fp8_params": False,
-    "load": "", "out": "",
+    "load": "", "out": "", "fused": False,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def build(o: dict[str, Any]) -> Any:
         attention_dropout=0.0, use_cpu_initialization=True, tensor_model_parallel_size=o["tp"],
         pipeline_model_parallel_size=o["pp"], pipeline_dtype=torch.float32, apply_rope_fusion=False,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, perform_initialization=True,
+        gradient_accumulation_fusion=o["fused"], persist_layer_norm=False, perform_initialization=True,
     )  # fmt: skip
     from megatron.core import parallel_state as ps
 

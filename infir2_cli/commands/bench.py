@@ -126,6 +126,8 @@ def gemm(
         cells += [["attention", way, f"{rate:,.0f}", "-"] for way, rate in found.attention_tflops.items()]
         table(f"{card.name}: TFLOPS for {size}, {seq_len} x {rows} tokens", ["layer", "GEMM", "bf16", "fp8"], cells)
         say(f"copy: {found.copy_gb_per_s:,.0f} GB/s read plus written")
+        for precision, load in found.gemm_load.items():
+            say(f"while the {precision} GEMMs of the layers ran: {load.told()}")
         say(f"floor of forward and backward: bf16 {found.floor_ms['bf16']:.0f} ms, fp8 {found.floor_ms['fp8']:.0f} ms")
 
     rates = {f"{role} {gemm}": values for (role, gemm), values in found.gemm_tflops.items()}
@@ -133,13 +135,15 @@ def gemm(
 
 
 def _tune(path: Path, size: str, tokens: int, card: str) -> None:
-    from infir2_core.bench import tune
+    from infir2_core.bench import clocks, tune
 
-    entries = tune.measure(size, tokens, _note)
-    count = tune.merge(path, entries, tune.about(card))
+    meter = clocks.Meter("cuda:0", clocks.CALL_S)
+    entries = tune.measure(size, tokens, _note, meter)
+    count = tune.merge(path, entries, tune.about(card, meter.load()))
 
     def human() -> None:
         table(f"{card}: TFLOPS of FP8 GEMMs", ["blocks", "m x n x k", *tune.LIBRARIES], tune.table_rows(entries))
+        say(f"while they ran: {meter.load().told()}")
         say(f"{path} has {count} shapes; INFIR2_GEMM_TABLE={path} uses it")
 
-    emit({"table": str(path), "shapes": entries}, human)
+    emit({"table": str(path), "shapes": entries, "load": dataclasses.asdict(meter.load())}, human)

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .clocks import Load, Meter
+
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -67,6 +69,9 @@ class ArmTimes:
         losses: of the timed steps, in nats.
         parameters: count.
         versions: package -> version.
+        clock_mhz: median SM clock while the timed steps ran; None where it cannot be read.
+        power_w: median power of the board meanwhile.
+        limits: what held the clock down -> share of the readings.
         profile: kernel group -> milliseconds, with `span` and `gaps`.
         by: GEMM label, or `attention` -> implementation.
         failed: why there are no times, for people; empty when there are.
@@ -79,9 +84,21 @@ class ArmTimes:
     losses: list[float] = field(default_factory=list)
     parameters: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    limits: dict[str, float] = field(default_factory=dict)
     profile: dict[str, float] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
     failed: str = ""
+
+    @property
+    def load(self) -> Load:
+        """Clock and power as one."""
+        return Load(self.clock_mhz, self.power_w, self.limits)
+
+    @load.setter
+    def load(self, load: Load) -> None:
+        self.clock_mhz, self.power_w, self.limits = load.clock_mhz, load.power_w, load.limits
 
 
 class Clock:
@@ -175,6 +192,7 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
     for parameter in engine.model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=preset.cpt.init_std)
+    meter = Meter(spec.device)  # before the steps: finding the card would let it rest
     ledger.start()
     engine.train_step([next(batches)], preset.cpt.lr).result()
     first_step_s = since_start(waited)
@@ -190,11 +208,13 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
     parameters = sum(p.numel() for p in engine.model.parameters())
     made = ArmTimes(by=by, parameters=parameters, first_step_s=first_step_s)
     clock, pending = Clock(cuda), []
-    for _ in range(spec.steps):
-        batch = next(batches)
-        clock.mark()
-        pending.append(engine.train_step([batch], preset.cpt.lr, clock.mark))
-    made.ms = by_phase(clock.intervals())
+    with meter:
+        for _ in range(spec.steps):
+            batch = next(batches)
+            clock.mark()
+            pending.append(engine.train_step([batch], preset.cpt.lr, clock.mark))
+        made.ms = by_phase(clock.intervals())
+    made.load = meter.load()
     made.losses = [step.result().loss for step in pending]
     made.versions = {"torch": torch.__version__}
     if cuda:
@@ -203,8 +223,7 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
         if spec.profile:
             from .profile import profile
 
-            found = profile(lambda: engine.train_step([batch], preset.cpt.lr))
-            made.profile = found.groups | {"span": found.span, "gaps": found.gaps}
+            made.profile = profile(lambda: engine.train_step([batch], preset.cpt.lr)).told()
     return made
 
 

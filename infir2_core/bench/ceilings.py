@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from ..ops.attention import self_attention
 from ..ops.dispatch import matmul, quantize
 from ..precision.recipe import load_recipe
 from ..precision.spec import QuantPlan
+from .clocks import CALL_S, Load, Meter
 
 if TYPE_CHECKING:
     from ..config.schema import ModelShape
@@ -38,30 +40,34 @@ class Ceilings:
         gemm_tflops: (role, gemm) -> {"bf16": ..., "fp8": ...}; the head has bf16 only.
         attention_tflops: `forward` and `backward`, causal FLOPs.
         floor_ms: `bf16` and `fp8` -> milliseconds of GEMMs, attention and head in one forward and backward.
+        gemm_load: `bf16` and `fp8` -> clock and power while the GEMMs of the layers ran.
     """
 
     copy_gb_per_s: float
     gemm_tflops: dict[tuple[str, str], dict[str, float]]
     attention_tflops: dict[str, float]
     floor_ms: dict[str, float]
+    gemm_load: dict[str, Load]
 
 
-def timed(calls: list[Callable[[], object]], rounds: int = 15) -> float:
+def timed(calls: list[Callable[[], object]], rounds: int = 15, meter: Meter | None = None) -> float:
     """Median milliseconds of one call; the calls, each on inputs of its own, take turns.
 
-    The device is kept busy while the host prepares the call, so that launching is not measured.
+    The device is kept busy while the host prepares the call, so that launching is not measured. `meter` reads the card
+    meanwhile, not while a kernel is compiled before.
     """
     for call in calls:
         call()
     times = []
-    for i in range(rounds):
-        torch.cuda._sleep(AHEAD_CYCLES)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        calls[i % len(calls)]()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+    with meter or nullcontext():
+        for i in range(rounds):
+            torch.cuda._sleep(AHEAD_CYCLES)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            calls[i % len(calls)]()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
     return statistics.median(times)
 
 
@@ -84,7 +90,7 @@ def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
-def gemm_ms(tokens: int, inputs: int, outputs: int, fp8: bool) -> dict[str, float]:
+def gemm_ms(tokens: int, inputs: int, outputs: int, fp8: bool, meter: Meter | None = None) -> dict[str, float]:
     """Milliseconds of fprop, dgrad and wgrad of one linear."""
     x, g, w = _random(tokens, inputs), _random(tokens, outputs), _random(outputs, inputs)
     if not fp8:
@@ -101,7 +107,7 @@ def gemm_ms(tokens: int, inputs: int, outputs: int, fp8: bool) -> dict[str, floa
         pairs = {"fprop": (qx.row, qw.row), "dgrad": (qg.row, qw.col), "wgrad": (qg.col, qx.col)}
         types = {"fprop": torch.bfloat16, "dgrad": torch.bfloat16, "wgrad": torch.float32}
         calls = {gemm: partial(matmul, gemm, *pairs[gemm], types[gemm]) for gemm in pairs}
-    return {gemm: timed([call]) for gemm, call in calls.items()}
+    return {gemm: timed([call], meter=meter) for gemm, call in calls.items()}
 
 
 def attention_ms(shape: ModelShape, seq_len: int, rows: int) -> dict[str, float]:
@@ -120,10 +126,11 @@ def measure(shape: ModelShape, seq_len: int, rows: int, note: Callable[[str], No
     """Measures this card for a model and a microbatch of `rows` sequences."""
     tokens, floor = seq_len * rows, {"bf16": 0.0, "fp8": 0.0}
     rates: dict[tuple[str, str], dict[str, float]] = {}
+    meters = {precision: Meter("cuda:0", CALL_S) for precision in floor}
     for role, (inputs, outputs) in linears(shape).items():
         note(f"GEMMs of {role}")
         for precision in floor:
-            for gemm, ms in gemm_ms(tokens, inputs, outputs, precision == "fp8").items():
+            for gemm, ms in gemm_ms(tokens, inputs, outputs, precision == "fp8", meters[precision]).items():
                 rates.setdefault((role, gemm), {})[precision] = 2 * tokens * inputs * outputs / ms / 1e9
                 floor[precision] += shape.layers * ms
     note("GEMMs of the head")
@@ -136,7 +143,8 @@ def measure(shape: ModelShape, seq_len: int, rows: int, note: Callable[[str], No
     floor = {precision: total + shape.layers * sum(found.values()) for precision, total in floor.items()}
     work = 2 * tokens * seq_len * shape.heads * shape.head_dim  # scores and weighted sum, half of them masked
     attend = {"forward": work / found["forward"] / 1e9, "backward": 2.5 * work / found["backward"] / 1e9}
-    return Ceilings(copy_rate(), rates, attend, floor)
+    loads = {precision: meter.load() for precision, meter in meters.items()}
+    return Ceilings(copy_rate(), rates, attend, floor, loads)
 
 
 def _random(rows: int, cols: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import InputError, MachineError
 from .arm import PHASES, ArmSpec, ArmTimes
 from .child import Child
+from .clocks import Load, together
 
 OURS, PEER = "infir2_core.bench.arm", "infir2_core.bench.peer"
 PEER_NAME = "megatron-te"
@@ -47,6 +48,9 @@ class Row:
             from the first one).
         tok_per_s: of the whole step (of forward and backward where there is no optimizer).
         tflops: model TFLOPS, causal attention counted once.
+        clock_mhz: SM clock while the timed steps ran, median of the turns; None where it cannot be read.
+        power_w: of the board meanwhile.
+        limits: what held the clock down -> share of the readings.
         failed: why there are no figures.
         profile: kernel group -> milliseconds.
         by: GEMM -> implementation.
@@ -63,10 +67,18 @@ class Row:
     first_step_s: float = 0.0
     tok_per_s: float = 0.0
     tflops: float = 0.0
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    limits: dict[str, float] = field(default_factory=dict)
     failed: str = ""
     profile: dict[str, float] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def load(self) -> Load:
+        """Clock and power as one."""
+        return Load(self.clock_mhz, self.power_w, self.limits)
 
 
 def arms(spec: ArmSpec, recipes: list[str], peer: bool) -> list[Arm]:
@@ -164,6 +176,8 @@ def summarise(name: str, spec: ArmSpec, turns: list[ArmTimes]) -> Row:
     row.tok_per_s = spec.rows * spec.seq_len / whole * 1e3
     row.tflops = row.tok_per_s * shape.flops_per_token(spec.seq_len) / 1e12
     row.first_step_s = turns[-1].first_step_s
+    load = together([turn.load for turn in turns])
+    row.clock_mhz, row.power_w, row.limits = load.clock_mhz, load.power_w, load.limits
     row.profile, row.by, row.versions = turns[-1].profile, turns[-1].by, turns[-1].versions
     return row
 

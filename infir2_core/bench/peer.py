@@ -3,9 +3,10 @@
     python -m infir2_core.bench.peer '{"size": "1.5b", "recipe": "fp8", ...}'
 
 Runs in an environment that has both packages; nothing of the native engine is imported. It gets what helps it: one
-fused cross-entropy, fused RoPE and SwiGLU, cuDNN attention, FP8 parameters, the distributed optimizer, the same tokens,
-and the vocabulary padded as Megatron pads it. Gradients are float32, as ours are; `fp8-lean` stores moments in FP8 and
-gradients in bf16, as `infir2-lean` does.
+fused cross-entropy, fused RoPE and SwiGLU, cuDNN attention, FP8 parameters, weight gradients that the layers' GEMMs add
+to the gradient buffer themselves, the distributed optimizer, the same tokens, and the vocabulary padded as Megatron
+pads it. Gradients are float32, as ours are; `fp8-lean` stores moments in FP8 and gradients in bf16, as `infir2-lean`
+does.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from .arm import ArmSpec, ArmTimes, Clock, by_phase, guarded, show, since_start, text_tokens
 from .child import wait
+from .clocks import Meter
 
 PACKAGES = ("transformer-engine", "megatron-core")
 
@@ -49,35 +53,82 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
     batches = iter(rows.to(torch.int64).cuda().view(-1, spec.rows, spec.seq_len + 1))
     positions = torch.arange(spec.seq_len, device="cuda")[None].expand(spec.rows, -1)
     made = ArmTimes(parameters=sum(p.numel() for p in model.parameters()))
-    clock, losses = Clock(True), []
-    for step in range(spec.after + spec.warmup + spec.steps):
-        if step == spec.after + spec.warmup:
-            torch.cuda.reset_peak_memory_stats()
-            clock = Clock(True)
-        tokens = next(batches)
-        clock.mark()
+
+    def step(tokens: torch.Tensor, mark: Callable[[], object] = lambda: None) -> torch.Tensor:
+        # Megatron's schedule does this before a step's first microbatch: FP8 linears then overwrite the buffer.
+        model.set_is_first_microbatch()
         model.zero_grad_buffer()
         if optimizer is not None:
             optimizer.zero_grad()
         loss = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()).float().mean()
-        clock.mark()
+        mark()
         loss.backward()
         model.finish_grad_sync()
-        clock.mark()
+        mark()
         if optimizer is not None:
             optimizer.step()
-        clock.mark()
-        losses.append(loss.detach())
-        if step == 0:
-            losses[0].item()
-            made.first_step_s = since_start(waited)
-    # Read at the end, as ours are: between steps nothing waits for the device.
-    made.ms = by_phase(clock.intervals())
-    made.losses = [float(loss) for loss in losses[-spec.steps :]]
+        mark()
+        return loss.detach()
+
+    meter = Meter(spec.device)
+    step(next(batches)).item()
+    made.first_step_s = since_start(waited)
+    check_fused(model)
+    for _ in range(spec.after + spec.warmup - 1):
+        step(next(batches))
+    torch.cuda.reset_peak_memory_stats()
+    clock, losses = Clock(True), []
+    with meter:
+        for _ in range(spec.steps):
+            tokens = next(batches)
+            clock.mark()
+            losses.append(step(tokens, clock.mark))
+        # Read at the end, as ours are: between steps nothing waits for the device.
+        made.ms = by_phase(clock.intervals())
+    made.load = meter.load()
+    made.losses = [float(loss) for loss in losses]
     made.peak_gb = torch.cuda.max_memory_allocated() / 2**30
     made.reserved_gb = torch.cuda.max_memory_reserved() / 2**30
     made.versions = {"torch": torch.__version__} | {package: version(package) for package in PACKAGES}
+    if spec.profile:
+        from .profile import profile
+
+        made.profile = profile(lambda: step(tokens)).told()
     return made
+
+
+def fused_where_possible(make: Callable[[], Any]) -> Any:
+    """The model that `make` builds from a config with `gradient_accumulation_fusion`.
+
+    TransformerEngine's linears accumulate weight gradients by their own GEMM. megatron-core's linears, of which the
+    head is the one here, need an extension of Apex and refuse to be built without it: they are built and then told to
+    leave their gradient to autograd.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers
+
+    apex = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = True
+    try:
+        model = make()
+    finally:
+        layers._grad_accum_fusion_available = apex
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = apex
+    return model
+
+
+def check_fused(model: Any) -> None:
+    """After a backward: every TransformerEngine linear must have added its weight's gradient to the buffer itself.
+
+    Raises:
+        RuntimeError: one has not, so that the times would not be those of what the documentation says.
+    """
+    linears = {name: m for name, m in model.named_modules() if getattr(m, "fuse_wgrad_accumulation", False)}
+    left = [name for name, m in linears.items() if not getattr(m.weight, "grad_added_to_main_grad", False)]
+    if left or not linears:
+        found = f"{len(left)} of {len(linears)} linears did not, {left[0]} among them" if left else "no linear does"
+        raise RuntimeError(f"TransformerEngine should accumulate weight gradients in its GEMMs, but {found}")
 
 
 def _build(spec: ArmSpec) -> tuple[Any, Any]:
@@ -120,13 +171,14 @@ def _build(spec: ArmSpec) -> tuple[Any, Any]:
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
         init_method_std=settings.init_std,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=True,
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="te",
         **fp8,
         **(full if spec.recompute == "full" else {}),
     )
-    model = GPTModel(
+    make = partial(
+        GPTModel,
         config,
         get_gpt_layer_with_transformer_engine_spec(),
         vocab_size=-(-shape.vocab // 128) * 128,
@@ -135,7 +187,8 @@ def _build(spec: ArmSpec) -> tuple[Any, Any]:
         position_embedding_type="rope",
         rotary_base=int(shape.rope_base),
         share_embeddings_and_output_weights=shape.tied,
-    ).cuda()
+    )
+    model = fused_where_possible(make).cuda()
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not lean,
         use_distributed_optimizer=True,

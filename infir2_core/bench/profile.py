@@ -1,6 +1,7 @@
 """Where the GPU time of one step goes, by groups of kernels, and how long the GPU waited.
 
-Groups are told from kernel names; a name that no rule knows counts as `other` and is listed, so that nothing hides.
+Groups are told from kernel names, ours and those of TransformerEngine, Megatron-core (whose fused elementwise code is
+compiled by Inductor) and cuDNN; a name that no rule knows counts as `other` and is listed, so that nothing hides.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from typing import Any
 
 import torch
 
+# The order counts: names carry the types of their templates, FP8 ones too, so GEMMs come after what only casts.
 GROUPS = (
-    ("attention", r"sdpa|flash|fmha|cudnn_generated|softmax_lse"),
-    ("fp8 gemm", r"e4m3|e5m2|fp8|qgmma|nvjet_qq|nvjet.*qq"),
-    ("head loss", r"_softmax_gradient"),
+    ("attention", r"sdpa|flash|fmha|cudnn_generated|softmax_lse|fused_attn::|to_bhsd"),
+    ("head loss", r"_softmax_gradient|cross_entropy_\w+_kernel"),
     ("quantise", r"^infir2_(tiles|square|transpose)"),
-    ("norm and rope", r"_add_rstd|_norm_backward|_rotate"),
+    ("quantise", r"transformer_engine::.*(cast|quantize|transpose|block_scal|amax|swizzle)|transpose_optimized_kernel"),
+    ("norm and rope", r"_add_rstd|_norm_backward|_rotate|rmsnorm_|fused_(qkv_)?rope"),
     ("optimizer", r"infir2_(adamw|accumulate)|multi_tensor|FusedAdam|adam|foreach|lpnorm"),
+    ("swiglu", r"triton_\w*(silu|sigmoid)|gated_act"),
+    ("elementwise", r"triton_(poi|red|per)_"),
+    ("fp8 gemm", r"e4m3|e5m2|fp8|qgmma|nvjet_qq|nvjet.*qq"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|splitK"),
     ("copies and zeros", r"memcpy|memset|copy|fill|\bcat|CatArray"),
+    ("elementwise", r"elementwise_kernel|reduce_kernel"),
 )
 
 
@@ -40,6 +46,10 @@ class Profile:
     kernels: list[tuple[str, float, int]]
     span: float
     gaps: float
+
+    def told(self) -> dict[str, float]:
+        """The groups, with `span` and `gaps`."""
+        return self.groups | {"span": self.span, "gaps": self.gaps}
 
 
 def group_of(name: str) -> str:

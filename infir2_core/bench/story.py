@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from .. import __version__
 from ..errors import InputError, MachineError, nearest
 from .arm import ArmSpec
+from .clocks import Load
 from .compare import PEER_NAME, Row, not_comparable, published
 
 RECOMPUTE = ("none", "selective", "full")
@@ -101,7 +103,7 @@ def tell(found: Card, spec: ArmSpec, rows: list[Row]) -> Told:
     _published(told, found, spec)
     if found.gpu:
         _breakdown(told, rows)
-        _floor(told, spec, rows)
+        _clocks(told, rows, _floor(told, spec, rows))
     return told
 
 
@@ -133,7 +135,8 @@ def _breakdown(told: Told, rows: list[Row]) -> None:
         )
 
 
-def _floor(told: Told, spec: ArmSpec, rows: list[Row]) -> None:
+def _floor(told: Told, spec: ArmSpec, rows: list[Row]) -> dict[str, Load]:
+    """Adds the distance to the floor; clock and power while its GEMMs ran alone."""
     from ..config.presets import load_preset
     from .ceilings import measure
 
@@ -149,6 +152,18 @@ def _floor(told: Told, spec: ArmSpec, rows: list[Row]) -> None:
     head = ["arm", "floor: GEMMs, attention, head", "forward + backward", "ratio"]
     told.tables["Distance to this card's ceilings (infir2 bench gemm)"] = (head, cells)
     told.data["floor_ms"] = ceilings.floor_ms
+    return ceilings.gemm_load
+
+
+def _clocks(told: Told, rows: list[Row], gemms: dict[str, Load]) -> None:
+    """How the card ran in the timed steps, and while the same GEMMs ran alone; nothing where it cannot be read."""
+    found = {row.name: row.load for row in rows} | {f"{name} GEMMs alone": load for name, load in gemms.items()}
+    found = {name: load for name, load in found.items() if load != Load()}
+    if found:
+        cells = [[name, *load.cells()] for name, load in found.items()]
+        head = ["while these ran", "SM clock", "power", "clock held down by, share of readings"]
+        told.tables["Clock and power, medians"] = (head, cells)
+    told.data["gemm_load"] = {name: dataclasses.asdict(load) for name, load in gemms.items()}
 
 
 def _commit() -> dict[str, str]:

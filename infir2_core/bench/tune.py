@@ -18,6 +18,7 @@ from ..ops.hopper import gemm
 from ..precision.recipe import load_recipe
 from ..precision.spec import QuantPlan
 from .ceilings import linears, timed
+from .clocks import Load, Meter
 
 if TYPE_CHECKING:
     from ..config.schema import ModelShape
@@ -34,8 +35,10 @@ def shapes(model: ModelShape, tokens: int) -> list[dict[str, Any]]:
     return [dict(zip(KEYS, entry, strict=True)) for entry in dict.fromkeys(found)]
 
 
-def measure(size: str, tokens: int, note: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(size: str, tokens: int, note: Callable[[str], None], meter: Meter | None = None) -> list[dict[str, Any]]:
     """The shapes of a preset with `tflops` of each library that is installed; operands are quantised random numbers.
+
+    `meter` reads the card while GEMMs run.
 
     Raises:
         MachineError: no Hopper GPU.
@@ -57,7 +60,7 @@ def measure(size: str, tokens: int, note: Callable[[str], None]) -> list[dict[st
             calls: list[Callable[[], object]] = [
                 partial(gemm.scaled_matmul, left, right, dtype, by=by) for left in lefts if left is not None
             ]
-            rates[by] = round(2 * m * n * k / timed(calls, 21) / 1e9)
+            rates[by] = round(2 * m * n * k / timed(calls, 21, meter) / 1e9)
         made.append(entry | {"tflops": rates})
     return made
 
@@ -83,10 +86,11 @@ def merge(path: Path, entries: list[dict[str, Any]], about: dict[str, str]) -> i
     return len(kept)
 
 
-def about(card: str) -> dict[str, str]:
-    """What a table was measured with."""
+def about(card: str, load: Load) -> dict[str, str]:
+    """What a table was measured with, and how the card ran meanwhile if that could be read."""
     packages = ("torch", "sgl-deep-gemm")
-    return {"hardware": card} | {package: version(package) or "not installed" for package in packages}
+    made = {"hardware": card} | {package: version(package) or "not installed" for package in packages}
+    return made | ({"load": load.told()} if load != Load() else {})
 
 
 def table_rows(entries: list[dict[str, Any]]) -> list[list[str]]:

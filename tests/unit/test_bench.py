@@ -236,6 +236,43 @@ def test_gaps_and_groups_of_a_profile() -> None:
     assert {name: group_of(name) for name in named} == named
 
 
+def test_groups_of_the_peers_kernels() -> None:
+    """Names of TransformerEngine 2.20.2's libraries and of what Inductor makes of Megatron-core's elementwise code."""
+    te = "void transformer_engine::"
+    named = {
+        f"{te}(anonymous namespace)::block_scaled_1d_cast_transpose_kernel<true, float, __nv_fp8_e4m3>": "quantise",
+        f"{te}(anonymous namespace)::block_scaled_cast_transpose_kernel<__nv_bfloat16, __nv_fp8_e4m3>": "quantise",
+        f"{te}fp8_block_scaling_recipe::fp8_block_scaling_partial_cast_kernel<float, __nv_fp8_e4m3>": "quantise",
+        f"{te}fp8_block_scaling_recipe::fp8_block_scaling_compute_partial_amax_kernel<float>": "quantise",
+        "void (anonymous namespace)::transpose_optimized_kernel<unsigned char>": "quantise",
+        f"{te}normalization::rmsnorm_bwd_finalize_tuned_kernel<Traits>": "norm and rope",
+        f"{te}normalization::rmsnorm_fwd_tuned_kernel<Traits>": "norm and rope",
+        f"{te}fused_rope_forward_kernel<__nv_bfloat16>": "norm and rope",
+        f"{te}fused_qkv_rope_backward_kernel<__nv_bfloat16>": "norm and rope",
+        f"{te}multi_tensor_apply_kernel<{te}multi_tensor_adam::AdamFunctorMaster<__nv_fp8_e4m3>>": "optimizer",
+        f"{te}multi_tensor_apply_kernel<{te}multi_tensor_l2norm::L2NormFunctor<float>>": "optimizer",
+        f"{te}multi_tensor_transpose_to_bhsd::transpose_to_bhsd_kernel<2>": "attention",
+        f"{te}flash_attention::prepare_kernel_fwd<__nv_bfloat16>": "attention",
+        f"{te}fused_attn::populate_rng_state_kernel": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128": "attention",
+        "cross_entropy_forward_kernel": "head loss",
+        "cross_entropy_backward_kernel": "head loss",
+        f"{te}gated_act_kernel<8, __nv_bfloat16>": "swiglu",
+        "triton_poi_fused__to_copy_mul_silu_split_0": "swiglu",
+        "triton_poi_fused_add_cat_mul_rsub_sigmoid_0": "swiglu",
+        "triton_poi_fused__to_copy_add_0": "elementwise",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "copies and zeros",
+        "nvjet_sm90_qqtst_128x128_128x6_1x2_h_bz_coopA_NTT": "fp8 gemm",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<128u>": "fp8 gemm",
+        "nvjet_sm90_tss_128x256_64x4_1x2_h_bz_coopA_NTN": "gemm",
+        f"{te}fused_router::fused_topk_forward_simple_kernel<float>": "other",
+    }
+    assert {name: group_of(name) for name in named} == named
+    found = summarise([("cross_entropy_forward_kernel", 0, 3_000_000)])
+    assert found.told() == {"head loss": 3.0, "span": 3.0, "gaps": 0.0}
+
+
 def test_an_arm_trains_on_real_text_and_times_every_phase() -> None:
     assert bytes(text_tokens(200)).isascii() and text_tokens(50) == text_tokens(200)[:50]
     assert len(text_tokens(200_000_000 // 1000)) == 200_000
