@@ -18,7 +18,7 @@ GROUPS = (
     ("fp8 gemm", r"e4m3|e5m2|fp8|qgmma|nvjet_qq|nvjet.*qq"),
     ("head loss", r"_softmax_gradient"),
     ("quantise", r"^infir2_(tiles|square|transpose)"),
-    ("norm and rope", r"_add_rstd|_norm_backward|_rotate"),
+    ("norm and rope", r"_add_rstd|_norm_backward|_column_sum|_rotate"),
     ("optimizer", r"infir2_(adamw|accumulate)|multi_tensor|FusedAdam|adam|foreach|lpnorm"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|splitK"),
     ("copies and zeros", r"memcpy|memset|copy|fill|\bcat|CatArray"),

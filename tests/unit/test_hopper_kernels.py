@@ -64,6 +64,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(hopper, "launch", cuda_on_cpu.launch)
         monkeypatch.setattr(weights, "launch", cuda_on_cpu.launch)
         monkeypatch.setattr(shift, "launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(elementwise, "launch", cuda_on_cpu.launch)
     with np.errstate(all="ignore"):
         yield
 
@@ -195,20 +196,50 @@ def test_norm_and_quantise(width: int, add: bool) -> None:
     same(made.col, reference.col)
 
 
-@pytest.mark.parametrize("width", [256, 640])
+@pytest.mark.parametrize("rows,width", [(300, 256), (77, 640), (5, 8), (41, 1544), (3, 4104)])
 @pytest.mark.parametrize("add", [True, False])
-def test_norm_backward(width: int, add: bool) -> None:
-    rows = 300
+def test_norm_backward(rows: int, width: int, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with many rows a team, with few, with fewer than teams; widths that leave lanes idle."""
     x, grad, beside = normal(rows, width, 4), normal(rows, width, 5), normal(rows, width, 6)
-    weight, residual = 1 + normal(1, width, 3)[0].float(), beside if add else None
+    weight, residual = 1 + normal(1, width, 3)[0].float() / 3, beside if add else None
     _, rstd = elementwise.add_rstd(x, None, 1e-6)
-    out, grad_weight = elementwise.norm_backward(grad, x, rstd, weight, residual)
+    x[2, width // 2] = float("nan")
     expected, expected_weight = plainly.norm_backward(grad, x, rstd, weight, residual)
-    a, b = out.float(), expected.float()
-    # A sum in another order moves single elements near a rounding border by one bf16 ulp of the summands.
-    assert (a != b).float().mean() <= 2e-3
-    torch.testing.assert_close(a, b, rtol=2.0**-7, atol=2.0**-8)
-    torch.testing.assert_close(grad_weight, expected_weight, rtol=1e-4, atol=1e-4)
+    for processors in (elementwise.MULTIPROCESSORS, 2):
+        monkeypatch.setattr(elementwise, "MULTIPROCESSORS", processors)
+        out, grad_weight = elementwise.norm_backward(grad, x, rstd, weight, residual)
+        a, b = out.float(), expected.float()
+        assert torch.equal(a.isnan(), b.isnan()) and a[2].isnan().all() and int(a.isnan().sum()) == width
+        # A sum in another order moves single elements near a rounding border by one bf16 ulp of the summands.
+        assert (a != b).float().mean() <= 2e-3 + 1 / rows
+        torch.testing.assert_close(a, b, rtol=2.0**-7, atol=2.0**-8, equal_nan=True)
+        torch.testing.assert_close(grad_weight, expected_weight, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", [(1, 3, 2, False), (1, 2, 1, True), (2, 3, 3, False), (3, 2, 2, True)])
+def test_norm_backward_gives_the_same_rows_however_they_are_shared_out(
+    by: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, grad, beside, weight = (normal(rows, 648, 7 + rows) for rows in (50, 50, 50, 1))
+    _, rstd = elementwise.add_rstd(x, None, 1e-6)
+    expected = elementwise.norm_backward(grad, x, rstd, weight[0].float(), beside)
+    monkeypatch.setattr(elementwise, "tuning", lambda width, tensors: elementwise.Tuning(*by))
+    monkeypatch.setattr(elementwise, "MULTIPROCESSORS", 3)
+    made = elementwise.norm_backward(grad, x, rstd, weight[0].float(), beside)
+    assert (made[0] != expected[0]).float().mean() <= 2e-3
+    torch.testing.assert_close(made[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_norm_backward_takes() -> None:
+    """Every width that it takes fits into a multiprocessor."""
+    for width in (8, 128, 896, 1536, 3584, 5120, 8192, 16384, elementwise.WIDEST):
+        assert elementwise.supports_backward(torch.empty(1, width, dtype=torch.bfloat16))
+        for tensors in (2, 3):
+            by = elementwise.tuning(width, tensors)
+            assert by.blocks * 2 * width * (1 + tensors * by.teams * by.stages) <= elementwise.SHARED_BYTES
+            assert 32 * by.warps * by.teams <= 768 and by.teams <= 15, "registers, and numbers of barriers"
+    for other in (torch.empty(1, 12).bfloat16(), torch.empty(1, 16), torch.empty(1, 32768).bfloat16()):
+        assert not elementwise.supports_backward(other)
 
 
 @pytest.mark.parametrize("label", ["e4m3 1x128 pow2", "e4m3 1x128 fp32"])
