@@ -17,7 +17,7 @@ GROUPS = (
     ("attention", r"sdpa|flash|fmha|cudnn_generated|softmax_lse"),
     ("fp8 gemm", r"e4m3|e5m2|fp8|qgmma|nvjet_qq|nvjet.*qq"),
     ("head loss", r"_softmax_gradient"),
-    ("quantise", r"^infir2_(tiles|square|transpose)"),
+    ("quantise", r"^infir2_(tiles|stream|square|transpose)"),
     ("norm and rope", r"_add_rstd|_norm_backward|_column_sum|_rotate"),
     ("optimizer", r"infir2_(adamw|accumulate)|multi_tensor|FusedAdam|adam|foreach|lpnorm"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|splitK"),

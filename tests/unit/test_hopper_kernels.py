@@ -196,6 +196,44 @@ def test_norm_and_quantise(width: int, add: bool) -> None:
     same(made.col, reference.col)
 
 
+FORMS = [(None, how, threads) for how in (1, 2) for threads in (256, 512)]
+FORMS += [((threads, 1, how), 0, threads) for how in (1, 2) for threads in (256, 512)]
+
+
+@pytest.mark.parametrize("streamed,grouped,threads", FORMS)
+def test_every_form_of_the_kernels_gives_the_same_copies(
+    streamed: tuple[int, int, int] | None, grouped: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with one reduction, or blocks that stay for several tiles: bit for bit what the plainer kernel makes."""
+    x, weight = wild(384, 256, 17), 1 + normal(1, 256, 3)[0].float()
+    x[200, 100:120], x[201] = float("nan"), float("inf")
+    x, rstd = x.to(DEVICE), torch.rand(384, generator=fresh.generator(18)).to(DEVICE)
+    debug = torch.empty_like(x)
+
+    def every() -> list[Any]:
+        made: list[Any] = []
+        for row, col in ((TILE, TILE), (TILE, SQUARE), (SPECS["e5m2 1x128 fp32"],) * 2, (TILE, None), (None, TILE)):
+            plan, bad, also = QuantPlan(row=row, col=col), counter(), counter()
+            made.append((hopper.quantize(x, plan, bad), bad))
+            plain = debug if col is TILE else None
+            made.append((hopper.norm_quantize(x, rstd, weight, plan, also, plain), also))
+        return made
+
+    monkeypatch.setattr(hopper, "TUNING", hopper.TUNING | {hopper.LOADED: (2, 256, 1), hopper.NORMED: (2, 256, 1)})
+    expected, normed = every(), debug.clone()
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
+    both = (hopper.LOADED, hopper.NORMED)
+    monkeypatch.setattr(hopper, "GROUPED", dict.fromkeys(both, grouped))
+    monkeypatch.setattr(hopper, "STREAMED", dict.fromkeys(both, streamed) if streamed else {})
+    monkeypatch.setattr(hopper, "TUNING", hopper.TUNING | dict.fromkeys(both, (128 * 16 // threads, threads, 1)))
+    debug.zero_()
+    for (a, bad), (b, counted) in zip(every(), expected, strict=True):
+        same(a.row, b.row)
+        same(a.col, b.col)
+        assert int(bad) == int(counted) > 250
+    assert torch.equal(debug.view(torch.int16), normed.view(torch.int16))
+
+
 @pytest.mark.parametrize("rows,width", [(300, 256), (77, 640), (5, 8), (41, 1544), (3, 4104)])
 @pytest.mark.parametrize("add", [True, False])
 def test_norm_backward(rows: int, width: int, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cuda import launch
+from .cuda import MULTIPROCESSORS, launch
 
 LANES = 256  # columns that a warp takes at once, 16 bytes a thread
-MULTIPROCESSORS = 132  # of an H100 and an H200; a constant, so that sums do not depend on the card
 SHARED_BYTES = 226 * 1024  # of a block at most, beside what the kernel itself declares
 WIDEST = 28672  # one row of three tensors and the weight still fit
 
