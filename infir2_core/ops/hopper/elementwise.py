@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cuda import MULTIPROCESSORS, launch
+from .cuda import MULTIPROCESSORS, SHARED_BYTES, launch
 
 LANES = 256  # columns that a warp takes at once, 16 bytes a thread
-SHARED_BYTES = 226 * 1024  # of a block at most, beside what the kernel itself declares
 WIDEST = 28672  # one row of three tensors and the weight still fit
 
 
