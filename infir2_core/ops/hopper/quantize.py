@@ -19,7 +19,7 @@ from .copies import TILE, Copies, arguments, defines, supported
 from .cuda import MULTIPROCESSORS, launch
 
 THREADS = 256
-STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cu
+STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cuh
 LOADED, NORMED, SWIGLU, SWIGLU_BACKWARD = range(4)
 # Rows whose loads a thread issues together, threads of a block, and blocks of a multiprocessor: measured on an H200
 # (benchmarks/LOG.md).
