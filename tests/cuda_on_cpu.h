@@ -3,6 +3,7 @@
 #include <ucontext.h>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <vector>
 
 typedef unsigned char u8;
@@ -18,7 +19,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index { int x; };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -37,6 +38,8 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
+inline float power2(float x) { return std::exp2(x); }
+inline void to_l2(const void*) {}
 template <typename T> T __ldg(const T* at) { return *at; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 template <typename T> T max(T a, T b) { return a < b ? b : a; }
@@ -87,7 +90,14 @@ inline float2 e5m2_values(u32 codes) { return {e5m2(codes & 0xFF), e5m2(codes >>
 
 // Fibers. A warp is driven until all its threads wait for the block; then the next warp is; then the block goes on.
 enum Waits { NOBODY, WARP, BLOCK, DONE };
-struct Fiber { ucontext_t context; std::vector<char> stack; Waits waits; };
+struct Copy16 { void* to; const void* from; bool closed; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    Waits waits;
+    int barrier, threads;  // of BLOCK: 0 and all threads, or a number and how many
+    std::deque<Copy16> copies;
+};
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static u32 exchanged[2][32];
@@ -97,7 +107,24 @@ inline void wait_for(Waits what) {
     me.waits = what;
     swapcontext(&me.context, &scheduler);
 }
-inline void __syncthreads() { wait_for(BLOCK); }
+inline void barrier(int number, int threads) {
+    fibers[threadIdx.x].barrier = number;
+    fibers[threadIdx.x].threads = threads;
+    wait_for(BLOCK);
+}
+inline void __syncthreads() { barrier(0, 0); }
+// Copies in the background are made as late as the thread allows, so that whoever reads before waiting reads what was there.
+inline void copy16(void* to, const void* from) { fibers[threadIdx.x].copies.push_back({to, from, false}); }
+inline void close_copies() { fibers[threadIdx.x].copies.push_back({nullptr, nullptr, true}); }
+template <int LEFT> void wait_copies() {
+    std::deque<Copy16>& copies = fibers[threadIdx.x].copies;
+    int groups = 0;
+    for (const Copy16& c : copies) groups += c.closed;
+    for (; groups > LEFT; copies.pop_front()) {
+        if (copies.front().closed) --groups;
+        else std::memcpy(copies.front().to, copies.front().from, 16);
+    }
+}
 inline u32 exchange(u32 value, int from) {  // two buffers in turn: nobody overwrites what another has yet to read
     u32* buffer = exchanged[exchanges[threadIdx.x]++ & 1];
     buffer[threadIdx.x % 32] = value;
@@ -108,6 +135,7 @@ inline u32 __shfl_xor_sync(u32, u32 value, int step) { return exchange(value, (t
 inline float __shfl_xor_sync(u32, float value, int step) {
     return bits<float>(exchange(bits<u32>(value), (threadIdx.x ^ step) % 32));
 }
+inline float __shfl_sync(u32, float value, int from) { return bits<float>(exchange(bits<u32>(value), from)); }
 inline bool __any_sync(u32, bool value) {
     u32* buffer = exchanged[exchanges[threadIdx.x]++ & 1];
     buffer[threadIdx.x % 32] = value;

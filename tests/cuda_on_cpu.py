@@ -27,8 +27,9 @@ static void enter() {{
     fibers[threadIdx.x].waits = DONE;
     setcontext(&scheduler);
 }}
-extern "C" void run(int grid, int block, Arguments* arguments) {{
+extern "C" bool run(int grid, int block, Arguments* arguments) {{  // whether every thread came to its end
     given = arguments;
+    gridDim.x = grid;
     fibers.resize(block);
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {{
         for (int i = 0; i < block; ++i) {{
@@ -38,6 +39,7 @@ extern "C" void run(int grid, int block, Arguments* arguments) {{
             f.context.uc_stack.ss_sp = f.stack.data();
             f.context.uc_stack.ss_size = f.stack.size();
             f.waits = NOBODY;
+            f.copies.clear();
             exchanges[i] = 0;
             makecontext(&f.context, enter, 0);
         }}
@@ -54,9 +56,17 @@ extern "C" void run(int grid, int block, Arguments* arguments) {{
                     }}
                 }}
             }}
-            for (Fiber& f : fibers) if (f.waits == BLOCK) {{ f.waits = NOBODY; running = true; }}
+            int arrived[16] = {{}}, alive = 0;
+            for (Fiber& f : fibers) arrived[f.barrier] += f.waits == BLOCK, alive += f.waits != DONE;
+            for (Fiber& f : fibers) {{
+                if (f.waits != BLOCK || arrived[f.barrier] < (f.barrier ? f.threads : alive)) continue;
+                f.waits = NOBODY;
+                running = true;
+            }}
+            if (alive && !running) return false;
         }}
     }}
+    return true;
 }}
 """
 
@@ -72,7 +82,9 @@ def launch(
 ) -> None:
     """In place of `infir2_core.ops.hopper.cuda.launch`."""
     parameters = packed(tuple(arguments))
-    _library(file, defines, shared).run(grid, block, parameters)
+    assert _library(file, defines, shared).run(grid, block, parameters), (
+        f"threads of {file} wait for each other for ever"
+    )
 
 
 @cache

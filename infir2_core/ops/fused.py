@@ -95,10 +95,11 @@ def norm_backward(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradient of x (the residual's included) and of the weight: `reference.norm_backward`."""
-    if dispatch.fast(x) and x.dtype == torch.bfloat16:
+    if dispatch.fast(x):
         from .hopper import elementwise as hopper
 
-        return hopper.norm_backward(grad, x, rstd, weight, residual)
+        if hopper.supports_backward(x):
+            return hopper.norm_backward(grad, x, rstd, weight, residual)
     return reference.norm_backward(grad, x, rstd, weight, residual)
 
 

@@ -229,7 +229,8 @@ def test_gaps_and_groups_of_a_profile() -> None:
         "nvjet_sm90_qqsss_128x128_128x6_2x1_v_bz_coopA_algo2_Avec128": "fp8 gemm",
         "infir2_square": "quantise",
         "infir2_tiles": "quantise",
-        "_norm_backward": "norm and rope",
+        "infir2_norm_backward": "norm and rope",
+        "infir2_column_sum": "norm and rope",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<": "optimizer",
         "Memcpy DtoD (Device -> Device)": "copies and zeros",
     }

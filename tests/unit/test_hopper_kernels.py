@@ -64,6 +64,8 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(hopper, "launch", cuda_on_cpu.launch)
         monkeypatch.setattr(weights, "launch", cuda_on_cpu.launch)
         monkeypatch.setattr(shift, "launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(elementwise, "launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(hopper_loss, "launch", cuda_on_cpu.launch)
     with np.errstate(all="ignore"):
         yield
 
@@ -195,20 +197,88 @@ def test_norm_and_quantise(width: int, add: bool) -> None:
     same(made.col, reference.col)
 
 
-@pytest.mark.parametrize("width", [256, 640])
+FORMS = [(None, how, threads) for how in (1, 2) for threads in (256, 512)]
+FORMS += [((threads, 1, how), 0, threads) for how in (1, 2) for threads in (256, 512)]
+
+
+@pytest.mark.parametrize("streamed,grouped,threads", FORMS)
+def test_every_form_of_the_kernels_gives_the_same_copies(
+    streamed: tuple[int, int, int] | None, grouped: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with one reduction, or blocks that stay for several tiles: bit for bit what the plainer kernel makes."""
+    x, weight = wild(384, 256, 17), 1 + normal(1, 256, 3)[0].float()
+    x[200, 100:120], x[201] = float("nan"), float("inf")
+    x, rstd = x.to(DEVICE), torch.rand(384, generator=fresh.generator(18)).to(DEVICE)
+    debug = torch.empty_like(x)
+
+    def every() -> list[Any]:
+        made: list[Any] = []
+        for row, col in ((TILE, TILE), (TILE, SQUARE), (SPECS["e5m2 1x128 fp32"],) * 2, (TILE, None), (None, TILE)):
+            plan, bad, also = QuantPlan(row=row, col=col), counter(), counter()
+            made.append((hopper.quantize(x, plan, bad), bad))
+            plain = debug if col is TILE else None
+            made.append((hopper.norm_quantize(x, rstd, weight, plan, also, plain), also))
+        return made
+
+    monkeypatch.setattr(hopper, "TUNING", hopper.TUNING | {hopper.LOADED: (2, 256, 1), hopper.NORMED: (2, 256, 1)})
+    expected, normed = every(), debug.clone()
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
+    both = (hopper.LOADED, hopper.NORMED)
+    monkeypatch.setattr(hopper, "GROUPED", dict.fromkeys(both, grouped))
+    monkeypatch.setattr(hopper, "STREAMED", dict.fromkeys(both, streamed) if streamed else {})
+    monkeypatch.setattr(hopper, "TUNING", hopper.TUNING | dict.fromkeys(both, (128 * 16 // threads, threads, 1)))
+    debug.zero_()
+    for (a, bad), (b, counted) in zip(every(), expected, strict=True):
+        same(a.row, b.row)
+        same(a.col, b.col)
+        assert int(bad) == int(counted) > 250
+    assert torch.equal(debug.view(torch.int16), normed.view(torch.int16))
+
+
+@pytest.mark.parametrize("rows,width", [(300, 256), (77, 640), (5, 8), (41, 1544), (3, 4104)])
 @pytest.mark.parametrize("add", [True, False])
-def test_norm_backward(width: int, add: bool) -> None:
-    rows = 300
+def test_norm_backward(rows: int, width: int, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with many rows a team, with few, with fewer than teams; widths that leave lanes idle."""
     x, grad, beside = normal(rows, width, 4), normal(rows, width, 5), normal(rows, width, 6)
-    weight, residual = 1 + normal(1, width, 3)[0].float(), beside if add else None
+    weight, residual = 1 + normal(1, width, 3)[0].float() / 3, beside if add else None
     _, rstd = elementwise.add_rstd(x, None, 1e-6)
-    out, grad_weight = elementwise.norm_backward(grad, x, rstd, weight, residual)
+    x[2, width // 2] = float("nan")
     expected, expected_weight = plainly.norm_backward(grad, x, rstd, weight, residual)
-    a, b = out.float(), expected.float()
-    # A sum in another order moves single elements near a rounding border by one bf16 ulp of the summands.
-    assert (a != b).float().mean() <= 2e-3
-    torch.testing.assert_close(a, b, rtol=2.0**-7, atol=2.0**-8)
-    torch.testing.assert_close(grad_weight, expected_weight, rtol=1e-4, atol=1e-4)
+    for processors in (elementwise.MULTIPROCESSORS, 2):
+        monkeypatch.setattr(elementwise, "MULTIPROCESSORS", processors)
+        out, grad_weight = elementwise.norm_backward(grad, x, rstd, weight, residual)
+        a, b = out.float(), expected.float()
+        assert torch.equal(a.isnan(), b.isnan()) and a[2].isnan().all() and int(a.isnan().sum()) == width
+        # A sum in another order moves single elements near a rounding border by one bf16 ulp of the summands.
+        assert (a != b).float().mean() <= 2e-3 + 1 / rows
+        torch.testing.assert_close(a, b, rtol=2.0**-7, atol=2.0**-8, equal_nan=True)
+        torch.testing.assert_close(grad_weight, expected_weight, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", [(1, 3, 2, False), (1, 2, 1, True), (2, 3, 3, False), (3, 2, 2, True)])
+def test_norm_backward_gives_the_same_rows_however_they_are_shared_out(
+    by: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, grad, beside, weight = (normal(rows, 648, 7 + rows) for rows in (50, 50, 50, 1))
+    _, rstd = elementwise.add_rstd(x, None, 1e-6)
+    expected = elementwise.norm_backward(grad, x, rstd, weight[0].float(), beside)
+    monkeypatch.setattr(elementwise, "tuning", lambda width, tensors: elementwise.Tuning(*by))
+    monkeypatch.setattr(elementwise, "MULTIPROCESSORS", 3)
+    made = elementwise.norm_backward(grad, x, rstd, weight[0].float(), beside)
+    assert (made[0] != expected[0]).float().mean() <= 2e-3
+    torch.testing.assert_close(made[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_norm_backward_takes() -> None:
+    """Every width that it takes fits into a multiprocessor."""
+    for width in (8, 128, 896, 1536, 3584, 5120, 8192, 16384, elementwise.WIDEST):
+        assert elementwise.supports_backward(torch.empty(1, width, dtype=torch.bfloat16))
+        for tensors in (2, 3):
+            by = elementwise.tuning(width, tensors)
+            assert by.blocks * 2 * width * (1 + tensors * by.teams * by.stages) <= elementwise.SHARED_BYTES
+            assert 32 * by.warps * by.teams <= 768 and by.teams <= 15, "registers, and numbers of barriers"
+    for other in (torch.empty(1, 12).bfloat16(), torch.empty(1, 16), torch.empty(1, 32768).bfloat16()):
+        assert not elementwise.supports_backward(other)
 
 
 @pytest.mark.parametrize("label", ["e4m3 1x128 pow2", "e4m3 1x128 fp32"])
@@ -365,19 +435,26 @@ def test_rope_backward_in_place_and_the_gradient_of_the_bias(tokens: int) -> Non
     assert ((bias.double() - exact).abs() <= bound).all() and ((summed.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("vocab", [260, 20000])
-def test_softmax_gradient_in_place(vocab: int) -> None:
+@pytest.mark.parametrize("vocab", [260, 263, 8, 20000, 20011])
+@pytest.mark.parametrize("by", [(1024, 14, 4), (256, 4, 2), (128, 2, 0), (64, 64, 9)])
+def test_softmax_gradient_in_place(vocab: int, by: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fit into shared memory, that reach into registers and beyond; rows that are not aligned."""
     logits = normal(24, vocab, 15, 3.0)
+    logits[5, : vocab // 2], logits[6, 3], logits[7, 2] = float("-inf"), float("nan"), float("inf")
     targets = torch.randint(0, vocab, (24,), generator=fresh.generator(1)).to(DEVICE)
+    targets[:2] = torch.tensor([0, vocab - 1])
     weights = torch.rand(24, generator=fresh.generator(2)).to(DEVICE)
     weights[3] = 0
     copy = logits.clone()
     expected = softmax_gradient_(copy, targets, weights)
+    monkeypatch.setattr(hopper_loss, "TUNING", hopper_loss.Tuning(*by))
+    monkeypatch.setattr(hopper_loss, "MULTIPROCESSORS", 5)
     made = hopper_loss.softmax_gradient_(logits, targets, weights)
-    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
-    assert (logits != copy).float().mean() <= 1e-2  # exp differs in its last bits; a few values stand near a border
-    torch.testing.assert_close(logits.float(), copy.float(), rtol=2.0**-7, atol=1e-9)
-    assert not logits[3].any()
+    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    different = (logits != copy) & ~(logits.isnan() & copy.isnan())
+    assert different.float().mean() <= 1e-2  # exp differs in its last bits; a few values stand near a border
+    torch.testing.assert_close(logits.float(), copy.float(), rtol=2.0**-7, atol=1e-9, equal_nan=True)
+    assert not logits[3].any() and logits[6].isnan().all()
 
 
 def test_tile_is_the_block_of_the_recipe() -> None:

@@ -24,6 +24,8 @@ from .kept import kept
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURE = "sm_90a"
+MULTIPROCESSORS = 132  # of an H100 and an H200; a constant, so that the order of sums does not depend on the card
+SHARED_BYTES = 226 * 1024  # dynamic ones of a block at most, beside 1 KiB that a kernel may declare
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 
 Argument = Tensor | int | float | bytes | None | tuple["Argument", ...]

@@ -3,17 +3,22 @@
 A norm needs its whole row before it can scale anything, a column copy needs 128 rows at once, and both together do
 not fit into a multiprocessor. So the row statistic comes from the pass that adds the residual, and the tile pass
 (quantize.py) reads the sum again: 10 bytes per element for add, norm and both copies, where three separate kernels move
-14.
+14. The backward (cuda/norm_backward.cu) reads its inputs once, through shared memory.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS_EACH = 32  # rows whose weight gradients one program of the norm's backward adds up
+from .cuda import MULTIPROCESSORS, SHARED_BYTES, launch
+
+LANES = 256  # columns that a warp takes at once, 16 bytes a thread
+WIDEST = 28672  # one row of three tensors and the weight still fit
 
 
 @triton.jit
@@ -49,40 +54,9 @@ def add_rstd(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tenso
     return total, rstd
 
 
-@triton.jit
-def _norm_backward(
-    grad,
-    x,
-    rstd,
-    weight,
-    residual,
-    out,
-    partial,
-    rows,
-    width,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    i = tl.arange(0, BLOCK)
-    scale = tl.load(weight + i, mask=i < width, other=0.0).to(tl.bfloat16).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0) * EACH
-    for step in range(EACH):
-        row = tl.minimum(first + step, rows)
-        inside = (i < width) & (row < rows)
-        at = row.to(tl.int64) * width + i
-        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
-        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
-        total += g * normed
-        g *= scale
-        projection = tl.sum(g * normed, 0) / width
-        dx = ((g - normed * projection) * inverse).to(tl.bfloat16)
-        if ADD:
-            dx = (dx.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(tl.bfloat16)
-        tl.store(out + at, dx, mask=inside)
-    tl.store(partial + tl.program_id(0).to(tl.int64) * width + i, total, mask=i < width)
+def supports_backward(x: Tensor) -> bool:
+    """Whether `norm_backward` takes an input like x."""
+    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and 0 < x.shape[1] <= WIDEST
 
 
 def norm_backward(
@@ -91,25 +65,54 @@ def norm_backward(
     """Gradient of x through RMSNorm, plus the gradient that arrives beside it.
 
     Args:
-        grad: bfloat16 [T, D], of the normed tensor.
-        x: bfloat16 [T, D], the norm's input.
+        grad: contiguous bfloat16 [T, D], of the normed tensor.
+        x: contiguous bfloat16 [T, D], the norm's input; `supports_backward(x)` holds.
         rstd: float32 [T].
-        weight: float32 [D].
-        residual: bfloat16 [T, D] that is added, or None.
+        weight: float32 [D], rounded to bf16 before use.
+        residual: contiguous bfloat16 [T, D] that is added, or None.
 
     Returns:
-        bfloat16 [T, D], and the weight's gradient float32 [D].
+        bfloat16 [T, D], and the weight's gradient float32 [D], summed in an order that depends on T and D alone.
     """
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
-    programs = triton.cdiv(rows, ROWS_EACH)
-    out = torch.empty_like(x)
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    _norm_backward[(programs,)](
-        grad, x, rstd, weight, grad if residual is None else residual, out, partial, rows, width,
-        ADD=residual is not None, BLOCK=block, EACH=ROWS_EACH, num_warps=_warps(block),
+    tensors = 2 + (residual is not None)
+    by = tuning(width, tensors)
+    grid = max(1, min(rows, MULTIPROCESSORS * by.blocks))
+    out, total = torch.empty_like(x), torch.empty(width, dtype=torch.float32, device=x.device)
+    partial = torch.empty(grid, width, dtype=torch.float32, device=x.device)
+    constants = {"WIDTH": width, "ADD": tensors - 2, "WARPS": by.warps, "TEAMS": by.teams, "STAGES": by.stages}
+    constants |= {"HOLD": int(by.hold), "BLOCKS": by.blocks, "POW2": 1, "E5M2": 0}
+    launch(
+        "norm_backward.cu", tuple(sorted(constants.items())), grid, 32 * by.warps * by.teams,
+        2 * width * (1 + tensors * by.teams * by.stages),
+        (grad, x, rstd, weight, residual, out, partial, rows), x.device,
     )  # fmt: skip
-    return out, partial.sum(0)
+    launch("column_sum.cu", (("E5M2", 0),), -(-width // 32), 512, 0, (partial, total, grid, width), x.device)
+    return out, total
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How cuda/norm_backward.cu shares out its work: the defines of these names."""
+
+    warps: int
+    teams: int
+    stages: int
+    hold: bool
+    blocks: int = 1
+
+
+def tuning(width: int, tensors: int) -> Tuning:
+    """A thread owns 16 columns where that takes at most 16 warps; rows that wait fill the shared memory.
+
+    Args:
+        width: of a row, `supports_backward`.
+        tensors: bf16 tensors of that width that are read: 2, or 3 with a residual gradient.
+    """
+    warps = min(16, -(-width // (2 * LANES)))
+    slots = (SHARED_BYTES - 2 * width) // (2 * width * tensors)
+    teams = max(1, min(24 // warps, 12, slots))
+    return Tuning(warps, teams, max(1, min(3, slots // teams)), width <= 2 * LANES * warps)
 
 
 def _warps(block: int) -> int:

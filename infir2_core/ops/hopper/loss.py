@@ -1,37 +1,34 @@
 """Logits into log-probabilities and gradients, in place (reference: `softmax_gradient_` of ops/reference/loss.py).
 
-One program per token reads its row twice, the second time mostly from the L2 cache, and writes it once.
+A row is read once and written once; between the two it stays on a multiprocessor (kernel: cuda/softmax_gradient.cu).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .cuda import MULTIPROCESSORS, SHARED_BYTES, launch
 
-@triton.jit
-def _softmax_gradient(logits, targets, weights, logprobs, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    row = logits + token * VOCAB
-    i = tl.arange(0, BLOCK)
-    target = tl.load(targets + token)
-    largest, total = -float("inf"), 0.0
-    for start in range(0, VOCAB, BLOCK):
-        value = tl.load(row + start + i, mask=start + i < VOCAB, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(largest, tl.max(value, 0))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new), 0)
-        largest = new
-    norm = largest + tl.log(total)
-    tl.store(logprobs + token, tl.load(row + target).to(tl.float32) - norm)
-    weight = tl.load(weights + token)
-    tl.debug_barrier()  # the target's logit is read before any thread overwrites it
-    for start in range(0, VOCAB, BLOCK):
-        inside = start + i < VOCAB
-        value = tl.load(row + start + i, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = weight * (tl.exp(value - norm) - (start + i == target).to(tl.float32))
-        tl.store(row + start + i, gradient.to(tl.bfloat16), mask=inside)
+
+@dataclass(frozen=True)
+class Tuning:
+    """How cuda/softmax_gradient.cu holds a row.
+
+    Attributes:
+        threads: of a block.
+        room: vectors of 8 logits that a thread keeps in shared memory at most.
+        hold: and in registers; what is left is read twice, the second time from the L2 cache.
+    """
+
+    threads: int = 1024
+    room: int = SHARED_BYTES // 16 // 1024
+    hold: int = 3
+
+
+TUNING = Tuning()
 
 
 def softmax_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -39,12 +36,16 @@ def softmax_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> Tenso
 
     Args:
         logits: bfloat16 [T, V], contiguous.
-        targets: int64 [T].
+        targets: int64 [T], 0 to V - 1.
         weights: float32 [T].
     """
     tokens, vocab = logits.shape
-    logprobs = torch.empty(tokens, dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(vocab))
-    warps = max(1, min(16, block // 512))
-    _softmax_gradient[(tokens,)](logits, targets, weights, logprobs, VOCAB=vocab, BLOCK=block, num_warps=warps)
+    by, logprobs = TUNING, torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    staged = 0 if vocab % 8 else min(by.room, -(-vocab // (8 * by.threads)))
+    constants = {"VOCAB": vocab, "THREADS": by.threads, "ROOM": by.room, "HOLD": by.hold, "POW2": 1, "E5M2": 0}
+    launch(
+        "softmax_gradient.cu", tuple(sorted(constants.items())),
+        max(1, min(tokens, MULTIPROCESSORS)), by.threads, 16 * staged * by.threads,
+        (logits, targets, weights, logprobs, tokens), logits.device,
+    )  # fmt: skip
     return logprobs

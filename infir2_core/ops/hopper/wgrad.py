@@ -1,7 +1,7 @@
 """The wgrad GEMM of 1x128 by 1x128 blocks (reference: ops/reference/matmul.py; kernel: cuda/wgrad.cu).
 
-Both operands have their tokens last and a scale for each row and 128 tokens, so that every float32 partial sum takes two
-instructions, where 128x128 blocks take one. The libraries leave tensor cores waiting for them.
+Both operands have their tokens last and a scale for each row and 128 tokens, so that every float32 partial sum takes
+two instructions, where 128x128 blocks take one. The libraries leave tensor cores waiting for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// What has no CUDA C++ form without headers: conversions and packed maxima. Tests replace this file on a CPU.
+// What has no CUDA C++ form without headers: conversions, packed maxima, powers of two, copies to shared memory in the background,
+// barriers of some warps. Tests replace this file on a CPU.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -38,4 +39,23 @@ __device__ __forceinline__ float2 e5m2_values(u32 codes) {
     u32 pair;
     asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"((u16)codes));
     return halves(pair);
+}
+__device__ __forceinline__ float power2(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+__device__ __forceinline__ void to_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// 16 bytes of global to shared memory, in the background; what a thread has asked for since it last closed is one group.
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_copies() {  // until this thread's groups have arrived, all but the LEFT youngest
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void barrier(int number, int threads) {  // number 1 to 15; whole warps
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
