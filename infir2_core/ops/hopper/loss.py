@@ -23,9 +23,9 @@ class Tuning:
         hold: and in registers; what is left is read twice, the second time from the L2 cache.
     """
 
-    threads: int = 1024
-    room: int = SHARED_BYTES // 16 // 1024
-    hold: int = 3
+    threads: int = 512
+    room: int = SHARED_BYTES // 16 // 512
+    hold: int = 9
 
 
 TUNING = Tuning()

@@ -23,7 +23,7 @@ STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cuh
 LOADED, NORMED, SWIGLU, SWIGLU_BACKWARD = range(4)
 # Rows whose loads a thread issues together, threads of a block, and blocks of a multiprocessor: measured on an H200
 # (benchmarks/LOG.md).
-TUNING = {LOADED: (8, 256, 3), NORMED: (4, 512, 3), SWIGLU: (4, 256, 4), SWIGLU_BACKWARD: (4, 512, 2)}
+TUNING = {LOADED: (8, 256, 3), NORMED: (8, 256, 3), SWIGLU: (4, 256, 4), SWIGLU_BACKWARD: (4, 512, 2)}
 
 
 # Whether all rows of a thread share one reduction: 1 in registers, 2 in shared memory where there is a column copy.

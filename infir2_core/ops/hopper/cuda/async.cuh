@@ -75,8 +75,13 @@ __device__ __forceinline__ void wait_for_flag(const u32* flag) {
     while (!seen);
 }
 
-// Shared-memory matrix of rows of 128 bytes in 128-byte swizzle, as wgmma wants it named; `at` in units of 16 bytes.
-__device__ __forceinline__ u64 described(u32 at) { return (u64)(1u << 30 | 1024 >> 4) << 32 | at | 1u << 16; }
+// Shared-memory matrix of rows of 128 bytes in 128-byte swizzle, as wgmma wants it named: its low word, of which 16 bytes
+// further on is one more, and the whole of it.
+__device__ __forceinline__ u32 named(u32 at) { return at >> 4 | 1u << 16; }
+__device__ __forceinline__ u64 described(u32 name) { return (u64)(1u << 30 | 1024 >> 4) << 32 | name; }
+// The same in all lanes, and known to be: lane 0's.
+template <typename T>
+__device__ __forceinline__ T of_warp(T x) { return __shfl_sync(~0u, x, 0); }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>  // products that were queued last and may still run

@@ -92,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) infir2_softmax_gradient(
             const float base = top * LOG2E;
 #pragma unroll
             for (int k = 0; k < VECTOR; ++k) sum += power2(value(raw, k) * LOG2E - base);
-            total = total * power2(largest * LOG2E - base) + sum;
+            // Not largest * LOG2E - base: fused into one operation, that is 1e31 and not 0 while both are LOWEST.
+            total = total * power2((largest - top) * LOG2E) + sum;
             largest = top;
         };
         each_staged<0>([&](int slot) {

@@ -64,36 +64,39 @@ __device__ __forceinline__ void emit_row(const Eight& y, i64 r, i64 c, int lane,
     if (lane == 0) out.scale[(c / TILE) * out.pitch + r] = d;
 }
 
+// Maxima of `magnitude` of the eight values that a lane holds of each of ROUNDS rows, over the 16 lanes that share them.
+template <typename Magnitude>
+__device__ __forceinline__ void row_maxima(
+    const Eight* y, const u16* staged, u32 (&word)[ROUNDS / 2], const Magnitude& magnitude) {
+#pragma unroll
+    for (int j = 0; j < ROUNDS / 2; ++j) {
+        u32 m[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const Eight v = GROUPED == 2 ? staged8(staged + (2 * j + h) * PITCH) : y[GROUPED == 2 ? 0 : 2 * j + h];
+            m[h] = larger(larger(magnitude(v.v[0]), magnitude(v.v[1])), larger(magnitude(v.v[2]), magnitude(v.v[3])));
+        }
+        word[j] = larger(__byte_perm(m[0], m[1], 0x5410), __byte_perm(m[0], m[1], 0x7632));
+    }
+#pragma unroll
+    for (int step = 8; step; step >>= 1) {
+#pragma unroll
+        for (int j = 0; j < ROUNDS / 2; ++j) word[j] = larger(word[j], __shfl_xor_sync(~0u, word[j], step));
+    }
+}
+
 // Row copies of ROUNDS rows from r on, of which the 16 lanes that share them hold eight values each from column c on, in y or
 // in `staged` rows. Maxima of two rows are a word, so that shuffles move two at once.
 __device__ __forceinline__ void emit_rows(
     const Eight* y, const u16* staged, i64 r, i64 c, int lane, const Copy& out, i64* counter) {
     constexpr int WORDS = ROUNDS / 2;
-    const auto maxima = [&](u32* word, auto magnitude) {
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j) {
-            u32 m[2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const Eight v = GROUPED == 2 ? staged8(staged + (2 * j + h) * PITCH) : y[GROUPED == 2 ? 0 : 2 * j + h];
-                m[h] = larger(
-                    larger(magnitude(v.v[0]), magnitude(v.v[1])), larger(magnitude(v.v[2]), magnitude(v.v[3])));
-            }
-            word[j] = larger(__byte_perm(m[0], m[1], 0x5410), __byte_perm(m[0], m[1], 0x7632));
-        }
-#pragma unroll
-        for (int step = 8; step; step >>= 1) {
-#pragma unroll
-            for (int j = 0; j < WORDS; ++j) word[j] = larger(word[j], __shfl_xor_sync(~0u, word[j], step));
-        }
-    };
     u32 word[WORDS], all;
-    maxima(word, [](u32 pair) { return pair & ~SIGNS; });
+    row_maxima(y, staged, word, [](u32 pair) { return pair & ~SIGNS; });
     all = word[0];
 #pragma unroll
     for (int j = 1; j < WORDS; ++j) all = larger(all, word[j]);
     if (__any_sync(~0u, top(all) >= INFINITE)) {  // rare: look again, without NaN, and count
-        maxima(word, [](u32 pair) { return without_nan(pair); });
+        row_maxima(y, staged, word, [](u32 pair) { return without_nan(pair); });
         int bad = 0;
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {

@@ -3,15 +3,16 @@
 #include "schedule.cuh"
 // out (+)= a . b^T for codes in 1 x 128 blocks along K with a float32 scale each: the wgrad GEMM of blockwise recipes.
 //
-// One warp keeps the copy engine STAGES K blocks ahead; two warpgroups multiply, 64 x COLS each. Tensor cores sum the 128
-// products of a K block, then every number takes two ordinary instructions to be scaled and added in float32. That is
-// nearly as long as the product takes, so a warpgroup works on halves of its columns: one is multiplied while the other
-// is scaled. CLUSTER blocks, one above another, share the codes of b: each loads a part for all of them.
+// One warp keeps the copy engine STAGES K blocks ahead; two warpgroups multiply, ROWS x COLS / 2 each. Tensor cores sum the
+// 128 products of a K block, then every number takes two ordinary instructions to be scaled and added in float32. That
+// takes nearly as long as the product, so a warpgroup works on halves: its upper rows are scaled while the lower ones are
+// multiplied. Halves of rows and not of columns: a thread then needs half as many scales from shared memory, whose
+// bandwidth is the limit. CLUSTER blocks, one above another, share the codes of b: each loads a part for all of them.
 //
 // Defines: CLUSTER, STAGES, A_E5M2, B_E5M2 (or E4M3).
-constexpr int GROUPS = 2, ROWS = 64 * GROUPS, COLS = 192;  // of a block's tile
+constexpr int GROUPS = 2, ROWS = 128, COLS = 192;  // of a block's tile
 constexpr int DEEP = 128;              // K of a block of codes, in bytes
-constexpr int HELD = COLS / 4;         // numbers of a half, 64 x COLS / 2, that a thread holds
+constexpr int HELD = COLS / 4;         // numbers of 64 x COLS / 2 that a thread holds
 constexpr int BAND = 8;                // tiles along n that are computed together with those below them
 constexpr int A_BYTES = ROWS * DEEP, B_BYTES = COLS * DEEP, OWN_B = COLS / CLUSTER;
 // Registers of a thread that multiplies and of the others: together no more than at the start. A function that is called
@@ -53,17 +54,21 @@ __device__ __forceinline__ void queue(float (&d)[HELD], u32 a, u32 b) {
     for (int i = 0; i < DEEP / 32; ++i) multiply(d, described(a + 2 * i), described(b + 2 * i), i);
     end_products();
 }
-// sum += d times the scales of this thread's two rows, eight apart, and of its columns.
+// The scales of this thread's columns.
+__device__ __forceinline__ void load(float2 (&s)[HELD / 4], const float* from) {
+#pragma unroll
+    for (int i = 0; i < HELD / 4; ++i) s[i] = *reinterpret_cast<const float2*>(from + 8 * i);
+}
+// sum += d times the scales of this thread's two rows and of its columns.
 __device__ __forceinline__ void scale_and_add(
-    float* sum, float (&d)[HELD], float upper, float lower, const float* of_cols) {
+    float* sum, float (&d)[HELD], float upper, float lower, const float2 (&s)[HELD / 4]) {
     settle(d);
 #pragma unroll
     for (int i = 0; i < HELD / 4; ++i) {
-        const float2 pair = *reinterpret_cast<const float2*>(of_cols + 8 * i);
-        sum[4 * i] += upper * pair.x * d[4 * i];
-        sum[4 * i + 1] += upper * pair.y * d[4 * i + 1];
-        sum[4 * i + 2] += lower * pair.x * d[4 * i + 2];
-        sum[4 * i + 3] += lower * pair.y * d[4 * i + 3];
+        sum[4 * i] += upper * s[i].x * d[4 * i];
+        sum[4 * i + 1] += upper * s[i].y * d[4 * i + 1];
+        sum[4 * i + 2] += lower * s[i].x * d[4 * i + 2];
+        sum[4 * i + 3] += lower * s[i].y * d[4 * i + 3];
     }
 }
 
@@ -88,7 +93,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     const u32 rank = CLUSTER == 1 ? 0 : rank_in_cluster();
     const int down = (m + ROWS * CLUSTER - 1) / (ROWS * CLUSTER), across = (n + COLS - 1) / COLS;
     const Schedule schedule = {down * across, (int)depth, (int)gridDim.x / CLUSTER};
-    const int work = schedule.work(worker), group = threadIdx.x / 128;
+    const int work = schedule.work(worker), group = of_warp((int)threadIdx.x / 128);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
@@ -133,7 +138,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
         u8* box = staged + group * STAGED;
         int stage = 0;
         u32 parity = 0;
+        const u32 name_a = of_warp(named(shared_address(base)));
+        const u32 name_b = of_warp(named(shared_address(codes_b + group * COLS / 2 * DEEP)));
+        const float *of_rows = scales + line, *of_cols = scales + ROWS + group * COLS / 2 + lane % 4 * 2;
         float first[HELD], second[HELD], sum[2 * HELD];
+        float2 s[HELD / 4];
         if (work) wait_for(full, parity);
         for (int done = 0; done < work;) {
             const Piece p = schedule.piece(worker, done);
@@ -141,19 +150,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             for (int i = 0; i < 2 * HELD; ++i) sum[i] = 0.f;
 #pragma unroll 1
             for (int k = p.from; k < p.to; ++k) {
-                const u32 at_a = (shared_address(base + group * 64 * DEEP) + stage * A_BYTES) >> 4;
-                const u32 at_b = (shared_address(codes_b) + stage * B_BYTES) >> 4, used = empty + 8 * stage;
-                const float *of_rows = scales + stage * (ROWS + COLS), *of_cols = of_rows + ROWS + lane % 4 * 2;
+                const u32 at_a = name_a + stage * (A_BYTES / 16), at_b = name_b + stage * (B_BYTES / 16);
+                const int from = stage * (ROWS + COLS), used = empty + 8 * stage;
                 queue(first, at_a, at_b);
-                queue(second, at_a, at_b + COLS / 2 * DEEP / 16);
-                const float upper = of_rows[group * 64 + line], lower = of_rows[group * 64 + line + 8];
+                queue(second, at_a + 64 * DEEP / 16, at_b);
+                const float r0 = of_rows[from], r8 = of_rows[from + 8], r64 = of_rows[from + 64], r72 = of_rows[from + 72];
+                load(s, of_cols + from);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
                 wait_for_products<1>();
-                scale_and_add(sum, first, upper, lower, of_cols);
+                scale_and_add(sum, first, r0, r8, s);
                 // Here and not before the product: what stands before this loop is not moved behind it by the compiler.
                 if (++done < work) wait_for(full + 8 * stage, parity);
                 wait_for_products<0>();
-                scale_and_add(sum + HELD, second, upper, lower, of_cols + COLS / 2);
+                scale_and_add(sum + HELD, second, r64, r72, s);
                 __syncwarp();
                 if (lane < CLUSTER) arrive_at(used, lane);
             }
@@ -182,10 +191,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
                 if (thread == 0) flags[theirs] = 0;
             }
             const Corner at = corner(p.tile, down, across);
-            const int row = at.row + (int)rank * ROWS + group * 64;
+            const int left = at.col + group * COLS / 2;
 #pragma unroll
-            for (int part = 0; part < COLS / CHUNK; ++part) {
-                if (row < m && at.col + part * CHUNK < n) {
+            for (int part = 0; part < 2 * HELD / 16; ++part) {  // boxes of 64 x CHUNK
+                const int row = at.row + (int)rank * ROWS + part / 3 * 64, col = left + part % 3 * CHUNK;
+                if (row < m && col < n) {
                     if (thread == 0) wait_until_stores_are_read();
                     meet(together, 128);
 #pragma unroll
@@ -198,8 +208,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
                     show_to_copies();
                     meet(together, 128);
                     if (thread == 0) {
-                        if (add) add_box(shared_address(box), out, at.col + part * CHUNK, row);
-                        else store_box(shared_address(box), out, at.col + part * CHUNK, row);
+                        if (add) add_box(shared_address(box), out, col, row);
+                        else store_box(shared_address(box), out, col, row);
                         end_store();
                     }
                 }
