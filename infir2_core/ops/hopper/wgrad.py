@@ -17,7 +17,6 @@ from .cuda import encode_map, launch
 
 # Constants of cuda/wgrad.cu.
 GROUPS, ROWS, COLS, CHUNK = 2, 128, 192, 32
-CLUSTER = 2
 SHARED_LIMIT = 232_448  # bytes of a block on sm_90
 STAGE = (ROWS + COLS) * (TILE + 4) + 16  # bytes of a K block: codes, scales, two barriers
 BESIDE = 1024 + GROUPS * 64 * CHUNK * 4  # what aligning costs, and what is stored from shared memory
@@ -34,15 +33,15 @@ def matmul_tiles(a: QTensor, b: QTensor, total: Tensor | None = None) -> Tensor:
     """
     (m, depth), n, device = a.data.shape, b.data.shape[0], a.data.device
     out = torch.empty(m, n, dtype=torch.float32, device=device) if total is None else total
-    blocks = _processors(device) // CLUSTER * CLUSTER
+    blocks = _processors(device)
     partial, flags = _workspace(device, torch.cuda.current_stream(device).cuda_stream, blocks)
     maps = (
         _map(a.data.data_ptr(), m, depth, 1, TILE, ROWS),
-        _map(b.data.data_ptr(), n, depth, 1, TILE, COLS // CLUSTER),
+        _map(b.data.data_ptr(), n, depth, 1, TILE, COLS),
         _map(out.data_ptr(), m, n, 4, CHUNK, 64),
     )
     formats = {f"{name}_E5M2": int(q.spec.format == "e5m2") for name, q in (("A", a), ("B", b))}
-    defines = tuple(sorted((formats | {"CLUSTER": CLUSTER, "STAGES": STAGES, "E5M2": 0}).items()))
+    defines = tuple(sorted((formats | {"STAGES": STAGES, "E5M2": 0}).items()))
     arguments = (*maps, a.scale, b.scale, partial, flags, m, n, depth // TILE, int(total is not None))
     shared = BESIDE + STAGES * STAGE
     launch("wgrad.cu", defines, blocks, 128 * (GROUPS + 1), shared, arguments, device)

@@ -7,17 +7,17 @@
 // 128 products of a K block, then every number takes two ordinary instructions to be scaled and added in float32. That
 // takes nearly as long as the product, so a warpgroup works on halves: its upper rows are scaled while the lower ones are
 // multiplied. Halves of rows and not of columns: a thread then needs half as many scales from shared memory, whose
-// bandwidth is the limit. CLUSTER blocks, one above another, share the codes of b: each loads a part for all of them.
+// bandwidth is near its limit; while tensor cores read it, it answers late, so that scales are fetched a K block ahead.
 //
-// Defines: CLUSTER, STAGES, A_E5M2, B_E5M2 (or E4M3).
+// Defines: STAGES, A_E5M2, B_E5M2 (or E4M3).
 constexpr int GROUPS = 2, ROWS = 128, COLS = 192;  // of a block's tile
 constexpr int DEEP = 128;              // K of a block of codes, in bytes
 constexpr int HELD = COLS / 4;         // numbers of 64 x COLS / 2 that a thread holds
 constexpr int BAND = 8;                // tiles along n that are computed together with those below them
-constexpr int A_BYTES = ROWS * DEEP, B_BYTES = COLS * DEEP, OWN_B = COLS / CLUSTER;
+constexpr int A_BYTES = ROWS * DEEP, B_BYTES = COLS * DEEP;
 // Registers of a thread that multiplies and of the others: together no more than at the start. A function that is called
 // (division of 64 bits is one) would use more than SPARE, which is an illegal instruction.
-constexpr int REGISTERS = 232, SPARE = 40;
+constexpr int REGISTERS = 240, SPARE = 24;
 constexpr int CHUNK = 32, STAGED = 64 * CHUNK * 4;  // columns of a stored box, bytes of one
 
 #define TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
@@ -54,34 +54,36 @@ __device__ __forceinline__ void queue(float (&d)[HELD], u32 a, u32 b) {
     for (int i = 0; i < DEEP / 32; ++i) multiply(d, described(a + 2 * i), described(b + 2 * i), i);
     end_products();
 }
-// The scales of this thread's columns.
-__device__ __forceinline__ void load(float2 (&s)[HELD / 4], const float* from) {
+// Scales of this thread's four rows and of its columns.
+struct Scales { float rows[4]; float2 cols[HELD / 4]; };
+
+__device__ __forceinline__ void load(Scales& to, const float* rows, const float* cols) {
 #pragma unroll
-    for (int i = 0; i < HELD / 4; ++i) s[i] = *reinterpret_cast<const float2*>(from + 8 * i);
+    for (int i = 0; i < 4; ++i) to.rows[i] = rows[i % 2 * 8 + i / 2 * 64];
+#pragma unroll
+    for (int i = 0; i < HELD / 4; ++i) to.cols[i] = *reinterpret_cast<const float2*>(cols + 8 * i);
 }
-// sum += d times the scales of this thread's two rows and of its columns.
-__device__ __forceinline__ void scale_and_add(
-    float* sum, float (&d)[HELD], float upper, float lower, const float2 (&s)[HELD / 4]) {
+// Their products, for the rows of the upper half (0) or the lower one.
+__device__ __forceinline__ void products(float (&p)[HELD], const Scales& s, int half) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) p[i] = s.rows[2 * half + i % 4 / 2] * (i % 2 ? s.cols[i / 4].y : s.cols[i / 4].x);
+}
+__device__ __forceinline__ void add_scaled(float* sum, float (&d)[HELD], const float (&p)[HELD]) {
     settle(d);
 #pragma unroll
-    for (int i = 0; i < HELD / 4; ++i) {
-        sum[4 * i] += upper * s[i].x * d[4 * i];
-        sum[4 * i + 1] += upper * s[i].y * d[4 * i + 1];
-        sum[4 * i + 2] += lower * s[i].x * d[4 * i + 2];
-        sum[4 * i + 3] += lower * s[i].y * d[4 * i + 3];
-    }
+    for (int i = 0; i < HELD; ++i) sum[i] += p[i] * d[i];
 }
 
-struct Corner { int row, col; };  // of a tile of the whole cluster
+struct Corner { int row, col; };  // of a tile
 __device__ __forceinline__ Corner corner(int tile, int down, int across) {
     const int band = tile / (down * BAND), first = band * BAND, wide = min(BAND, across - first);
     const int within = tile - band * down * BAND;
-    return {within / wide * ROWS * CLUSTER, (first + within % wide) * COLS};
+    return {within / wide * ROWS, (first + within % wide) * COLS};
 }
 
 // a [m, K] and b [n, K] codes; sa, sb scales, one K block after another; out float32 [m, n]. partial: a tile of float4 a
 // block, in the order in which threads hold it; flags: GROUPS a block, 0 before and after. add: onto what is in out.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad(
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad(
     const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, const float* sa,
     const float* sb, float4* partial, u32* flags, i64 m64, i64 n64, i64 depth, i64 add) {
     extern __shared__ __align__(16) u8 raw[];
@@ -89,20 +91,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     u8 *codes_b = base + STAGES * A_BYTES, *staged = codes_b + STAGES * B_BYTES;
     float* scales = reinterpret_cast<float*>(staged + GROUPS * STAGED);
     const u32 full = shared_address(scales + STAGES * (ROWS + COLS)), empty = full + 8 * STAGES;
-    const int m = (int)m64, n = (int)n64, worker = blockIdx.x / CLUSTER;
-    const u32 rank = CLUSTER == 1 ? 0 : rank_in_cluster();
-    const int down = (m + ROWS * CLUSTER - 1) / (ROWS * CLUSTER), across = (n + COLS - 1) / COLS;
-    const Schedule schedule = {down * across, (int)depth, (int)gridDim.x / CLUSTER};
-    const int work = schedule.work(worker), group = of_warp((int)threadIdx.x / 128);
+    const int m = (int)m64, n = (int)n64, worker = blockIdx.x;
+    const int down = (m + ROWS - 1) / ROWS, across = (n + COLS - 1) / COLS;
+    const Schedule schedule = {down * across, (int)depth, (int)gridDim.x};
+    const int work = of_warp(schedule.work(worker)), group = of_warp((int)threadIdx.x / 128);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             begin_barrier(full + 8 * s, 1);
-            begin_barrier(empty + 8 * s, CLUSTER * GROUPS * 4);
+            begin_barrier(empty + 8 * s, GROUPS * 4);
         }
         publish_barriers();
     }
-    if (CLUSTER == 1) __syncthreads(); else meet_cluster();
+    __syncthreads();
 
     if (group == GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SPARE));
@@ -112,19 +113,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             for (int done = 0; done < work;) {
                 const Piece p = schedule.piece(worker, done);
                 const Corner at = corner(p.tile, down, across);
-                const int row = at.row + (int)rank * ROWS;
-                const int rows = max(0, min(ROWS, m - row)), cols = min(COLS, n - at.col);
+                const int rows = min(ROWS, m - at.row), cols = min(COLS, n - at.col);
 #pragma unroll 1
                 for (int k = p.from; k < p.to; ++k) {
                     const u32 ready = full + 8 * stage;
                     float* to = scales + stage * (ROWS + COLS);
                     wait_for(empty + 8 * stage, parity);
                     expect(ready, A_BYTES + B_BYTES + 4 * (rows + cols));
-                    load_box(shared_address(base + stage * A_BYTES), a, k * DEEP, row, ready);
-                    const u32 part = shared_address(codes_b + stage * B_BYTES + rank * OWN_B * DEEP);
-                    if (CLUSTER == 1) load_box(part, b, k * DEEP, at.col, ready);
-                    else load_box_for(part, b, k * DEEP, at.col + rank * OWN_B, ready, (u16)((1 << CLUSTER) - 1));
-                    if (rows) load_bytes(shared_address(to), sa + (i64)k * m + row, 4 * rows, ready);
+                    load_box(shared_address(base + stage * A_BYTES), a, k * DEEP, at.row, ready);
+                    load_box(shared_address(codes_b + stage * B_BYTES), b, k * DEEP, at.col, ready);
+                    load_bytes(shared_address(to), sa + (i64)k * m + at.row, 4 * rows, ready);
                     load_bytes(shared_address(to + ROWS), sb + (i64)k * n + at.col, 4 * cols, ready);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
@@ -142,29 +140,32 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
         const u32 name_b = of_warp(named(shared_address(codes_b + group * COLS / 2 * DEEP)));
         const float *of_rows = scales + line, *of_cols = scales + ROWS + group * COLS / 2 + lane % 4 * 2;
         float first[HELD], second[HELD], sum[2 * HELD];
-        float2 s[HELD / 4];
-        if (work) wait_for(full, parity);
+        Scales s;
         for (int done = 0; done < work;) {
             const Piece p = schedule.piece(worker, done);
 #pragma unroll
             for (int i = 0; i < 2 * HELD; ++i) sum[i] = 0.f;
+            wait_for(full + 8 * stage, parity);
+            load(s, of_rows + stage * (ROWS + COLS), of_cols + stage * (ROWS + COLS));
 #pragma unroll 1
-            for (int k = p.from; k < p.to; ++k) {
+            for (const int end = of_warp(done + p.to - p.from); done < end;) {
                 const u32 at_a = name_a + stage * (A_BYTES / 16), at_b = name_b + stage * (B_BYTES / 16);
-                const int from = stage * (ROWS + COLS), used = empty + 8 * stage;
+                const u32 used = empty + 8 * stage;
+                float p1[HELD], p2[HELD];
                 queue(first, at_a, at_b);
                 queue(second, at_a + 64 * DEEP / 16, at_b);
-                const float r0 = of_rows[from], r8 = of_rows[from + 8], r64 = of_rows[from + 64], r72 = of_rows[from + 72];
-                load(s, of_cols + from);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
+                products(p1, s, 0);
+                if (++done < end) wait_for(full + 8 * stage, parity);
                 wait_for_products<1>();
-                scale_and_add(sum, first, r0, r8, s);
-                // Here and not before the product: what stands before this loop is not moved behind it by the compiler.
-                if (++done < work) wait_for(full + 8 * stage, parity);
+                add_scaled(sum, first, p1);
+                products(p2, s, 1);
+                if (done < end)  // while tensor cores read it, shared memory answers late: scales are fetched ahead
+                    load(s, of_rows + stage * (ROWS + COLS), of_cols + stage * (ROWS + COLS));
                 wait_for_products<0>();
-                scale_and_add(sum + HELD, second, r64, r72, s);
                 __syncwarp();
-                if (lane < CLUSTER) arrive_at(used, lane);
+                if (lane == 0) arrive_at(used);
+                add_scaled(sum + HELD, second, p2);
             }
             const i64 slot = (i64)blockIdx.x * GROUPS + group;
             if (p.from) {  // the worker before has the beginning, or the one before that
@@ -178,7 +179,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
                 continue;
             }
             for (int other = worker + 1, reached = p.to; reached < schedule.depth; ++other) {
-                const i64 theirs = slot + (i64)(other - worker) * CLUSTER * GROUPS;
+                const i64 theirs = slot + (i64)(other - worker) * GROUPS;
                 reached = schedule.depth - (schedule.end_of(p) - min(schedule.end_of(p), schedule.border(other + 1)));
                 if (thread == 0) wait_for_flag(flags + theirs);
                 meet(together, 128);
@@ -194,7 +195,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             const int left = at.col + group * COLS / 2;
 #pragma unroll
             for (int part = 0; part < 2 * HELD / 16; ++part) {  // boxes of 64 x CHUNK
-                const int row = at.row + (int)rank * ROWS + part / 3 * 64, col = left + part % 3 * CHUNK;
+                const int row = at.row + part / 3 * 64, col = left + part % 3 * CHUNK;
                 if (row < m && col < n) {
                     if (thread == 0) wait_until_stores_are_read();
                     meet(together, 128);
@@ -216,9 +217,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             }
         }
         if (thread == 0) wait_for_stores();
-    }
-    if (CLUSTER > 1) {  // a block's shared memory stays until the others have sent what they send
-        __syncwarp();
-        meet_cluster();
     }
 }
