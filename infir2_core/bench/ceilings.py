@@ -1,7 +1,8 @@
 """What this card reaches for a model's shapes: copy bandwidth, GEMM and attention rates, and the floor they set.
 
 Operands are quantised the way training quantises them and drawn at random; a GEMM's rate at 700 W depends on its data,
-so rates on zeros or on casts of plain numbers would promise too much. Medians of CUDA event times; inputs take turns,
+so rates on zeros or on casts of plain numbers would promise too much, and so would rates of single calls with pauses
+between them: under the load of a training step the card's clock falls. Medians of CUDA event times; inputs take turns,
 so that they do not lie in the cache.
 """
 
@@ -50,25 +51,47 @@ class Ceilings:
     gemm_load: dict[str, Load]
 
 
-def timed(calls: list[Callable[[], object]], rounds: int = 15, meter: Meter | None = None) -> float:
+def timed(calls: list[Callable[[], object]], rounds: int = 15) -> float:
     """Median milliseconds of one call; the calls, each on inputs of its own, take turns.
 
-    The device is kept busy while the host prepares the call, so that launching is not measured. `meter` reads the card
-    meanwhile, not while a kernel is compiled before.
+    The device is kept busy while the host prepares the call, so that launching is not measured.
     """
     for call in calls:
         call()
     times = []
-    with meter or nullcontext():
-        for i in range(rounds):
-            torch.cuda._sleep(AHEAD_CYCLES)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            calls[i % len(calls)]()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
+    for i in range(rounds):
+        torch.cuda._sleep(AHEAD_CYCLES)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
     return statistics.median(times)
+
+
+def sustained(calls: list[Callable[[], object]], meter: Meter | None = None, ms: float = 100.0) -> float:
+    """Milliseconds of one call among many without a pause, which last about `ms` together; the median of three rounds.
+
+    The calls, each on inputs of its own, take turns. `meter` reads the card meanwhile, not while a kernel is compiled
+    before.
+    """
+
+    def run(count: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD_CYCLES)
+        begin.record()
+        for i in range(count):
+            calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
+
+    for call in calls:
+        call()
+    count = max(len(calls), round(ms / run(3)))
+    with meter or nullcontext():
+        return statistics.median(run(count) for _ in range(3))
 
 
 def copy_rate() -> float:
@@ -107,7 +130,7 @@ def gemm_ms(tokens: int, inputs: int, outputs: int, fp8: bool, meter: Meter | No
         pairs = {"fprop": (qx.row, qw.row), "dgrad": (qg.row, qw.col), "wgrad": (qg.col, qx.col)}
         types = {"fprop": torch.bfloat16, "dgrad": torch.bfloat16, "wgrad": torch.float32}
         calls = {gemm: partial(matmul, gemm, *pairs[gemm], types[gemm]) for gemm in pairs}
-    return {gemm: timed([call], meter=meter) for gemm, call in calls.items()}
+    return {gemm: sustained([call], meter) for gemm, call in calls.items()}
 
 
 def attention_ms(shape: ModelShape, seq_len: int, rows: int) -> dict[str, float]:
@@ -115,10 +138,10 @@ def attention_ms(shape: ModelShape, seq_len: int, rows: int) -> dict[str, float]
     count = shape.heads + 2 * shape.kv_heads
     heads = _random(rows * seq_len, count * shape.head_dim).view(-1, count, shape.head_dim).requires_grad_()
     call = partial(self_attention, heads, shape.heads, shape.kv_heads, (seq_len,) * rows)
-    forward = timed([call])
+    forward = sustained([call])
     out = call()
     grad = _random(rows * seq_len, shape.heads * shape.head_dim).view_as(out)
-    backward = timed([lambda: torch.autograd.grad(out, heads, grad, retain_graph=True)])
+    backward = sustained([lambda: torch.autograd.grad(out, heads, grad, retain_graph=True)])
     return {"forward": forward, "backward": backward}
 
 

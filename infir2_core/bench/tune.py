@@ -17,7 +17,7 @@ from ..ops.dispatch import fast, quantize
 from ..ops.hopper import gemm
 from ..precision.recipe import load_recipe
 from ..precision.spec import QuantPlan
-from .ceilings import linears, timed
+from .ceilings import linears, sustained
 from .clocks import Load, Meter
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def measure(size: str, tokens: int, note: Callable[[str], None], meter: Meter | 
             calls: list[Callable[[], object]] = [
                 partial(gemm.scaled_matmul, left, right, dtype, by=by) for left in lefts if left is not None
             ]
-            rates[by] = round(2 * m * n * k / timed(calls, 21, meter) / 1e9)
+            rates[by] = round(2 * m * n * k / sustained(calls, meter) / 1e9)
         made.append(entry | {"tflops": rates})
     return made
 
