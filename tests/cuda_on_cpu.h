@@ -135,7 +135,6 @@ inline u32 __shfl_xor_sync(u32, u32 value, int step) { return exchange(value, (t
 inline float __shfl_xor_sync(u32, float value, int step) {
     return bits<float>(exchange(bits<u32>(value), (threadIdx.x ^ step) % 32));
 }
-inline float __shfl_sync(u32, float value, int from) { return bits<float>(exchange(bits<u32>(value), from)); }
 inline bool __any_sync(u32, bool value) {
     u32* buffer = exchanged[exchanges[threadIdx.x]++ & 1];
     buffer[threadIdx.x % 32] = value;

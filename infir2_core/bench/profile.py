@@ -18,7 +18,7 @@ import torch
 GROUPS = (
     ("attention", r"sdpa|flash|fmha|cudnn_generated|softmax_lse|fused_attn::|to_bhsd"),
     ("head loss", r"_softmax_gradient|cross_entropy_\w+_kernel"),
-    ("quantise", r"^infir2_(tiles|stream|square|transpose|shift)"),
+    ("quantise", r"^infir2_(tiles|square|transpose|shift)"),
     ("quantise", r"transformer_engine::.*(cast|quantize|transpose|block_scal|amax|swizzle)|transpose_optimized_kernel"),
     ("norm and rope", r"_add_rstd|_norm_backward|_column_sum|_rotate|rmsnorm_|fused_(qkv_)?rope"),
     ("optimizer", r"infir2_(adamw|accumulate)|multi_tensor|FusedAdam|adam|foreach|lpnorm"),

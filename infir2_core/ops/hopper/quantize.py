@@ -16,26 +16,14 @@ from ...precision.spec import QSpec, QuantPlan
 from ..reference.matmul import Operand
 from ..reference.quantize import QTensor, Quantized
 from .copies import TILE, Copies, arguments, defines, supported
-from .cuda import MULTIPROCESSORS, launch
+from .cuda import launch
 
 THREADS = 256
-STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cuh
+STAGED_BYTES = TILE * 136 * 2  # of a staged tile: PITCH of cuda/tiles.cu
 LOADED, NORMED, SWIGLU, SWIGLU_BACKWARD = range(4)
 # Rows whose loads a thread issues together, threads of a block, and blocks of a multiprocessor: measured on an H200
 # (benchmarks/LOG.md).
 TUNING = {LOADED: (8, 256, 3), NORMED: (8, 256, 3), SWIGLU: (4, 256, 4), SWIGLU_BACKWARD: (4, 512, 2)}
-
-
-# Whether all rows of a thread share one reduction: 1 in registers, 2 in shared memory where there is a column copy.
-GROUPED = {LOADED: 0, NORMED: 0}
-# Sources whose two copies are made by cuda/stream.cu: threads of a block, blocks of a multiprocessor, GROUPED.
-STREAMED: dict[int, tuple[int, int, int]] = {}
-
-
-def grouped(source: int, copies: Copies) -> int:
-    """The define of this name in cuda/tiles.cu for these copies of a source."""
-    how = GROUPED.get(source, 0) if copies.row is not None else 0
-    return how if copies.col is not None else min(how, 1)
 
 
 def supports(x: Tensor, plan: QuantPlan) -> bool:
@@ -116,21 +104,8 @@ def run(
         "AHEAD": ahead,
         "THREADS": threads,
         "BLOCKS": blocks,
-        "GROUPED": grouped(source, copies),
     }
     count = rows // TILE * (cols // TILE)
-    if source in STREAMED and copies.row is not None and copies.col is not None:
-        threads, blocks, how = STREAMED[source]
-        constants = defines(copies.row, copies.col) | {
-            "SOURCE": source, "SQUARE": constants["SQUARE"], "PLAIN": constants["PLAIN"], "GROUPED": how,
-            "THREADS": threads, "BLOCKS": blocks,
-        }  # fmt: skip
-        launch(
-            "stream.cu", tuple(sorted(constants.items())), min(count, blocks * MULTIPROCESSORS), threads,
-            STAGED_BYTES + 2 * TILE * TILE,
-            (x, second, weight, plain, cols, count, arguments(copies.row), arguments(copies.col), nonfinite), x.device,
-        )  # fmt: skip
-        return
     staged = constants["COL"] * (2 if source == SWIGLU_BACKWARD else 1) + constants["PRODUCT"]
     fields = (*map(arguments, (copies.row, copies.col, product, kept)), nonfinite, kept_nonfinite)
     launch(
