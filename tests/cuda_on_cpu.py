@@ -19,6 +19,8 @@ from infir2_core.ops.hopper.cuda import Argument, packed
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+APART = ("-ffp-contract=off",)
+FUSED = ("-ffp-contract=fast", "-mfma", "-fexpensive-optimizations")  # products and sums in one operation, as on a GPU
 RUN = """
 struct Arguments {{ {fields}; }};
 static Arguments* given;
@@ -79,12 +81,28 @@ def launch(
     shared: int,
     arguments: Sequence[Argument],
     device: torch.device,
+    options: tuple[str, ...] = APART,
 ) -> None:
-    """In place of `infir2_core.ops.hopper.cuda.launch`."""
-    parameters = packed(tuple(arguments))
-    assert _library(file, defines, shared).run(grid, block, parameters), (
-        f"threads of {file} wait for each other for ever"
-    )
+    """In place of `infir2_core.ops.hopper.cuda.launch`; options: of the compiler."""
+    text = cuda.source(file, without="ptx.cuh")
+    library = _library(text, f"infir2_{Path(file).stem}", defines, shared, options)
+    assert library.run(grid, block, packed(tuple(arguments))), f"threads of {file} wait for each other for ever"
+
+
+def compiled(text: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """A library of C++ text."""
+    key = hashlib.sha256(f"{text}{options}".encode()).hexdigest()[:16]
+    source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
+    source.write_text(text)
+    command = [str(COMPILER), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *options]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def fuses() -> bool:
+    """Whether this processor runs what `FUSED` compiles."""
+    about = Path("/proc/cpuinfo")
+    return COMPILER is not None and about.is_file() and " fma " in about.read_text()
 
 
 @cache
@@ -93,9 +111,9 @@ def _folder() -> Path:
 
 
 @cache
-def _library(file: str, defines: tuple[tuple[str, int], ...], shared: int) -> ctypes.CDLL:
-    text = cuda.source(file, without="ptx.cuh")
-    kernel = f"infir2_{Path(file).stem}"
+def _library(
+    text: str, kernel: str, defines: tuple[tuple[str, int], ...], shared: int, options: tuple[str, ...]
+) -> ctypes.CDLL:
     declared = re.search(rf"\b{kernel}\((.*?)\)\s*{{", text, re.DOTALL)
     assert declared
     parameters = [" ".join(p.split()) for p in declared[1].split(",")]
@@ -107,10 +125,4 @@ def _library(file: str, defines: tuple[tuple[str, int], ...], shared: int) -> ct
         )
     text = text.replace("__shared__", "static")
     text = HEADER.read_text() + text + RUN.format(kernel=kernel, fields="; ".join(parameters), names=names)
-    key = hashlib.sha256(f"{text}{defines}".encode()).hexdigest()[:16]
-    source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
-    source.write_text(text)
-    options = [f"-D{name}={value}" for name, value in defines]
-    command = [str(COMPILER), "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *options]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return compiled(text, (*options, *(f"-D{name}={value}" for name, value in defines)))
