@@ -2,9 +2,10 @@
 //
 // Whole waves of tiles are dealt out one tile a worker. The tiles that are left would keep some workers idle; they are
 // cut along K instead, in ranges of equal length that go through them one after another ("stream-K", arXiv 2301.03598).
-// A range is shorter than a tile, so a worker has at most one piece that does not begin a tile: that one goes to the
-// worker that has the tile's beginning, which adds all of them in the order of K.
+// A range has no gaps, so only its first piece may lie within a tile: that one goes to the worker that has the tile's
+// beginning, which adds all of them in the order of K.
 constexpr int LEAST = 8;  // K blocks of a range; shorter ones would cost more to hand over than to compute
+constexpr int BAND = 8;   // tiles along n that are computed together with those below them
 
 struct Piece { int tile, from, to; };  // K blocks [from, to)
 
@@ -29,6 +30,17 @@ struct Schedule {
         const int at = border(worker) + done - whole, end = border(worker + 1);
         return {waves() * workers + at / depth, at % depth, min(depth, at % depth + end - at)};
     }
-    // Where, among what is left, the tile of this piece ends: workers after this one share it up to there.
-    __device__ __forceinline__ int end_of(const Piece& p) const { return (p.tile - waves() * workers + 1) * depth; }
+    // How far `other` and the workers before it get along K in this piece's tile, which another one has begun.
+    __device__ __forceinline__ int reached(const Piece& p, int other) const {
+        const int end = (p.tile - waves() * workers + 1) * depth;  // of the tile, among what is left
+        return depth - (end - min(end, border(other + 1)));
+    }
 };
+
+struct Corner { int row, col; };  // where a tile of HIGH x WIDE begins
+template <int HIGH, int WIDE>
+__device__ __forceinline__ Corner corner(int tile, int down, int across) {  // of down x across tiles
+    const int band = tile / (down * BAND), first = band * BAND, wide = min(BAND, across - first);
+    const int within = tile - band * down * BAND;
+    return {within / wide * HIGH, (first + within % wide) * WIDE};
+}

@@ -13,7 +13,6 @@
 constexpr int GROUPS = 2, ROWS = 128, COLS = 192;  // of a block's tile
 constexpr int DEEP = 128;              // K of a block of codes, in bytes
 constexpr int HELD = COLS / 4;         // numbers of 64 x COLS / 2 that a thread holds
-constexpr int BAND = 8;                // tiles along n that are computed together with those below them
 constexpr int A_BYTES = ROWS * DEEP, B_BYTES = COLS * DEEP;
 // Registers of a thread that multiplies and of the others: together no more than at the start. A function that is called
 // (division of 64 bits is one) would use more than SPARE, which is an illegal instruction.
@@ -74,13 +73,6 @@ __device__ __forceinline__ void add_scaled(float* sum, float (&d)[HELD], const f
     for (int i = 0; i < HELD; ++i) sum[i] += p[i] * d[i];
 }
 
-struct Corner { int row, col; };  // of a tile
-__device__ __forceinline__ Corner corner(int tile, int down, int across) {
-    const int band = tile / (down * BAND), first = band * BAND, wide = min(BAND, across - first);
-    const int within = tile - band * down * BAND;
-    return {within / wide * ROWS, (first + within % wide) * COLS};
-}
-
 // a [m, K] and b [n, K] codes; sa, sb scales, one K block after another; out float32 [m, n]. partial: a tile of float4 a
 // block, in the order in which threads hold it; flags: GROUPS a block, 0 before and after. add: onto what is in out.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad(
@@ -112,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
             u32 parity = 1;
             for (int done = 0; done < work;) {
                 const Piece p = schedule.piece(worker, done);
-                const Corner at = corner(p.tile, down, across);
+                const Corner at = corner<ROWS, COLS>(p.tile, down, across);
                 const int rows = min(ROWS, m - at.row), cols = min(COLS, n - at.col);
 #pragma unroll 1
                 for (int k = p.from; k < p.to; ++k) {
@@ -180,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
             }
             for (int other = worker + 1, reached = p.to; reached < schedule.depth; ++other) {
                 const i64 theirs = slot + (i64)(other - worker) * GROUPS;
-                reached = schedule.depth - (schedule.end_of(p) - min(schedule.end_of(p), schedule.border(other + 1)));
+                reached = schedule.reached(p, other);
                 if (thread == 0) wait_for_flag(flags + theirs);
                 meet(together, 128);
                 const float4* from = partial + theirs * (HELD / 2) * 128 + thread;
@@ -191,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
                 }
                 if (thread == 0) flags[theirs] = 0;
             }
-            const Corner at = corner(p.tile, down, across);
+            const Corner at = corner<ROWS, COLS>(p.tile, down, across);
             const int left = at.col + group * COLS / 2;
 #pragma unroll
             for (int part = 0; part < 2 * HELD / 16; ++part) {  // boxes of 64 x CHUNK
