@@ -1,4 +1,4 @@
-"""Which library computes which FP8 GEMM faster on this card: the table that ops/hopper/gemm.py reads."""
+"""Who computes which FP8 GEMM fastest on this card, libraries or our own kernel: the table of ops/hopper/gemm.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..config.schema import ModelShape
 
 KEYS = ("kind", "m", "n", "k")
-LIBRARIES = (gemm.CUBLASLT, gemm.DEEPGEMM)
+LIBRARIES = (gemm.CUBLASLT, gemm.DEEPGEMM, gemm.OWN)
 
 
 def shapes(model: ModelShape, tokens: int) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def shapes(model: ModelShape, tokens: int) -> list[dict[str, Any]]:
 
 
 def measure(size: str, tokens: int, note: Callable[[str], None], meter: Meter | None = None) -> list[dict[str, Any]]:
-    """The shapes of a preset with `tflops` of each library that is installed; operands are quantised random numbers.
+    """The shapes of a preset with `tflops` of each of `LIBRARIES` that takes it; operands are quantised noise.
 
     `meter` reads the card while GEMMs run.
 

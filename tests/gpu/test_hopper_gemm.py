@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 import fresh
 import pytest
@@ -155,24 +153,6 @@ def test_a_product_is_added_to_what_is_there(right: tuple[int, int], dtype: torc
         assert ((total.double() - expected).abs() <= 2.0 ** (-22 if dtype == torch.float32 else -8) * (
             before.double().abs() + alone.double().abs()
         )).all(), by  # fmt: skip
-
-
-def test_the_nearest_shape_of_the_table_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"cublaslt": 1, "deepgemm": 2}
-    far = {"kind": "2d", "m": 128, "n": 128, "k": 128, "tflops": {"cublaslt": 2, "deepgemm": 1}}
-    shapes = [{"kind": "2d", "m": 16384, "n": 1536, "k": 1536, "tflops": rates}, far]
-    (tmp_path / "table.json").write_text(json.dumps({"shapes": shapes}))
-    monkeypatch.setenv("INFIR2_GEMM_TABLE", str(tmp_path / "table.json"))
-    for cached in (gemm.table, gemm.fastest):
-        cached.cache_clear()
-    try:
-        both = (gemm.CUBLASLT, gemm.DEEPGEMM)
-        assert gemm.fastest("2d", 8192, 2048, 1536, both) == gemm.DEEPGEMM
-        assert gemm.fastest("2d", 256, 128, 256, both) == gemm.CUBLASLT
-        assert gemm.fastest("1d", 8192, 2048, 1536, both) == gemm.CUBLASLT
-    finally:
-        for cached in (gemm.table, gemm.fastest):
-            cached.cache_clear()
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "infir2", "infir2-lean"])
