@@ -4,7 +4,7 @@
 // cut along K instead, in ranges of equal length that go through them one after another ("stream-K", arXiv 2301.03598).
 // A range has no gaps, so only its first piece may lie within a tile: that one goes to the worker that has the tile's
 // beginning, which adds all of them in the order of K.
-constexpr int LEAST = 8;  // K blocks of a range; shorter ones would cost more to hand over than to compute
+constexpr int LEAST = 8;  // K blocks of a range of less than a tile; shorter ones cost more to hand over than to compute
 constexpr int BAND = 8;   // tiles along n that are computed together with those below them
 
 struct Piece { int tile, from, to; };  // K blocks [from, to)
@@ -14,7 +14,7 @@ struct Schedule {
 
     __device__ __forceinline__ int waves() const { return tiles / workers; }
     __device__ __forceinline__ int left() const { return tiles % workers * depth; }
-    __device__ __forceinline__ int sharers() const { return max(1, min(workers, left() / LEAST)); }
+    __device__ __forceinline__ int sharers() const { return max(max(1, tiles % workers), min(workers, left() / LEAST)); }
     __device__ __forceinline__ int border(int worker) const {  // where its range begins among what is left
         const int n = sharers();
         return worker < n ? left() * worker / n : left();  // fits: less than workers * workers * depth
