@@ -95,12 +95,11 @@ def check(tiles: int, depth: int, workers: int) -> None:
         assert within in ([], [p for p in parts if p.tile >= shared][:1]), "one place for what is handed over"
     assert sum(works) == tiles * depth
     ranges = [work - tiles // workers * depth for work in works]
-    if sum(ranges) >= LEAST * workers:
-        assert max(ranges) - min(ranges) <= 1
-    elif sum(ranges) >= LEAST:
-        assert all(r == 0 or LEAST <= r < 2 * LEAST for r in ranges)
-    else:
-        assert ranges == [sum(ranges)] + [0] * (workers - 1)
+    whole = tiles % workers  # a worker a tile, or ranges of LEAST and more, whichever are more workers
+    sharing = max(whole, min(workers, sum(ranges) // LEAST))
+    assert [r > 0 for r in ranges] == [worker < sharing for worker in range(workers)]
+    if sharing:
+        assert max(ranges) - min(ranges[:sharing]) <= 1 and max(ranges) <= depth
 
 
 DEPTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 64, 127, 128, 1000, 32768]
