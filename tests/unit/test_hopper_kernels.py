@@ -403,6 +403,17 @@ def test_any_mixture_of_specs_gives_what_the_reference_gives(
                 assert (difference > 0).float().mean() <= 2e-3
 
 
+def same_but_for_fused_operations(made: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal in the interpreter. A GPU adds a product unrounded: that moves a bf16 result by a step at most, and rarely."""
+    if DEVICE == "cpu":
+        assert torch.equal(made, expected)
+        return
+    apart = (made.double() - expected.double()).abs()
+    # Where the terms cancel, what is left of them may be the rounding alone.
+    assert (apart <= 2.0**-7 * expected.double().abs() + 2.0**-20 * expected.double().abs().max()).all()
+    assert (apart > 0).double().mean() <= 1e-3
+
+
 @pytest.mark.parametrize(("heads", "kv"), [(3, 1), (12, 2), (7, 7)])
 def test_rope_and_bias_in_place(heads: int, kv: int) -> None:
     width, tokens, rotated = 64, 43, heads + kv
@@ -410,7 +421,7 @@ def test_rope_and_bias_in_place(heads: int, kv: int) -> None:
     bias = normal(1, (rotated + kv) * width, 12).float().flatten() * 3 + 0.001  # not what bf16 holds
     cos, sin = rope_tables(torch.arange(tokens, device=DEVICE), width, 1e6)
     expected = plainly.rope_heads(qkv, bias, cos, sin, rotated)
-    assert torch.equal(rope_heads.rotate_(qkv.clone(), bias, cos, sin, rotated), expected)
+    same_but_for_fused_operations(rope_heads.rotate_(qkv.clone(), bias, cos, sin, rotated), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 700, 1025])  # a program takes 1, 1, 2 and 4 tokens, the last fewer
@@ -420,10 +431,10 @@ def test_rope_backward_in_place_and_the_gradient_of_the_bias(tokens: int) -> Non
     cos, sin = rope_tables(torch.arange(tokens, device=DEVICE), width, 1e6)
     expected, summed = plainly.rope_heads_backward(grad, cos, sin, heads + kv)
     made, bias = rope_heads.rotate_backward_(grad.clone(), cos, sin, heads + kv)
-    assert torch.equal(made, expected)
-    exact = expected.double().sum(0).flatten()
+    same_but_for_fused_operations(made, expected)
     bound = tokens * 2.0**-24 * expected.double().abs().sum(0).flatten()  # of any order of float32 additions
-    assert ((bias.double() - exact).abs() <= bound).all() and ((summed.double() - exact).abs() <= bound).all()
+    for total, of in ((bias, made), (summed, expected)):
+        assert ((total.double() - of.double().sum(0).flatten()).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("vocab", [260, 263, 8, 20000, 20011])
