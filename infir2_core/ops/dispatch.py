@@ -86,7 +86,7 @@ def transposed(q: QTensor) -> QTensor:
     if fast(q.data):
         from .hopper import gemm, weights
 
-        if gemm.laid_out(q):
+        if gemm.laid_out(q) and weights.supports(q.data):
             return weights.transposed(q)
     return q.transpose()
 

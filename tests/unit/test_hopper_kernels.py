@@ -473,6 +473,20 @@ def test_column_copies_of_square_blocks_are_turned() -> None:
     assert turned.scale.stride() == made.col.scale.stride()
 
 
+@pytest.mark.parametrize("rows,cols", [(260, 512), (144, 1024), (256, 512)])
+def test_a_matrix_that_ends_within_a_block_is_turned_by_the_reference(
+    rows: int, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a multiple of 4 blocks a row, the reference's scales lie as the kernels lay theirs: a head of 260 rows."""
+    monkeypatch.setattr(dispatch, "fast", lambda _: True)
+    made = quantize(normal(rows, cols, 33), QuantPlan(row=SQUARE))
+    assert made.row is not None
+    turned, expected = dispatch.transposed(made.row), made.row.transpose()
+    assert torch.equal(turned.codes.float(), expected.codes.float())
+    assert torch.equal(turned.scale_inv, expected.scale_inv)
+    assert torch.equal(turned.dequantize(), expected.dequantize())
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
 def test_shifted_codes_equal_the_reference_bit_for_bit(block: tuple[int, int], fmt: str) -> None:
