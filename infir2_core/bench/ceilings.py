@@ -73,7 +73,8 @@ def timed(calls: list[Callable[[], object]], rounds: int = 15) -> float:
 def sustained(calls: list[Callable[[], object]], meter: Meter | None = None, ms: float = 60.0) -> float:
     """Milliseconds of one call among many without a pause, which last about `ms` together; the median of three rounds.
 
-    The calls, each on inputs of its own, take turns. `meter` reads the card meanwhile, not while a kernel is compiled
+    The calls, each on inputs of its own, take turns; what takes less time than queueing it, some 40 us, is
+    measured at the host's pace. `meter` reads the card meanwhile, not while a kernel is compiled
     before.
     """
 

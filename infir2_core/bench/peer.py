@@ -49,7 +49,7 @@ def measure(spec: ArmSpec, waited: float = 0.0) -> ArmTimes:
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl")
     model, optimizer = _build(spec)
-    rows = torch.tensor(text_tokens((spec.after + spec.warmup + spec.steps) * spec.rows * (spec.seq_len + 1)))
+    rows = torch.tensor(text_tokens((spec.after + max(1, spec.warmup) + spec.steps) * spec.rows * (spec.seq_len + 1)))
     batches = iter(rows.to(torch.int64).cuda().view(-1, spec.rows, spec.seq_len + 1))
     positions = torch.arange(spec.seq_len, device="cuda")[None].expand(spec.rows, -1)
     made = ArmTimes(parameters=sum(p.numel() for p in model.parameters()))

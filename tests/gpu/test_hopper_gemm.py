@@ -70,15 +70,19 @@ def test_gemm_is_the_sum_of_block_products(
 @pytest.mark.parametrize(
     "recipe", ["infir2", "infir2-fp32-scales", "infir2-wgrad2d", "infir2-codes-shift", "infir2-fp8-head"]
 )
-def test_kernels_and_reference_train_alike(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same codes in the first layer, so losses agree to accumulation error; deeper, one flipped code moves others."""
+@pytest.mark.parametrize("hidden", [256, 512])
+def test_kernels_and_reference_train_alike(recipe: str, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same codes in the first layer, so losses agree to accumulation error; deeper, one flipped code moves others.
+
+    A head of 260 x 512 ends within a block and has four blocks a row, so that its scales lie as kernels lay theirs.
+    """
     from infir2_core.config.schema import ModelShape
     from infir2_core.data.batch import rows_to_batch
     from infir2_core.model.decoder import Decoder
     from infir2_core.precision.recipe import load_recipe
 
     shape = ModelShape(
-        layers=2, hidden=256, ffn=640, heads=4, kv_heads=2, head_dim=64, vocab=260, tied=True, max_positions=512
+        layers=2, hidden=hidden, ffn=640, heads=4, kv_heads=2, head_dim=64, vocab=260, tied=True, max_positions=512
     )
     generator = torch.Generator().manual_seed(1)
     batch = rows_to_batch([torch.randint(0, 260, (257,), generator=generator) for _ in range(2)]).to("cuda")

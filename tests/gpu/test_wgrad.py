@@ -10,6 +10,7 @@ import torch
 
 from infir2_core.ops.dispatch import quantize
 from infir2_core.ops.hopper import gemm, wgrad
+from infir2_core.ops.hopper.cuda import MULTIPROCESSORS
 from infir2_core.ops.reference.quantize import QTensor
 from infir2_core.precision.spec import QSpec, QuantPlan
 
@@ -83,8 +84,7 @@ def test_gradients_in_e5m2(formats: tuple[str, str]) -> None:
 
 def test_whole_tiles_have_the_bits_of_cublaslt() -> None:
     """Exactly one wave of tiles: none is shared out, and sums follow the same order."""
-    workers = torch.cuda.get_device_properties(0).multi_processor_count
-    m, n = wgrad.ROWS * (workers // 4), wgrad.COLS * 4
+    m, n = wgrad.ROWS * (MULTIPROCESSORS // 4), wgrad.COLS * 4
     a, b = operand(m, 4096, 1), operand(n, 4096, 2)
     assert torch.equal(wgrad.matmul_tiles(a, b), gemm.scaled_matmul(a, b, torch.float32, by=gemm.CUBLASLT))
 

@@ -404,7 +404,7 @@ def test_any_mixture_of_specs_gives_what_the_reference_gives(
 
 
 def same_but_for_fused_operations(made: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal in the interpreter. A GPU adds a product unrounded: that moves a bf16 result by a step at most, and rarely."""
+    """Equal in the interpreter. A GPU adds products unrounded: that moves a bf16 result a step at most, and rarely."""
     if DEVICE == "cpu":
         assert torch.equal(made, expected)
         return
@@ -435,6 +435,23 @@ def test_rope_backward_in_place_and_the_gradient_of_the_bias(tokens: int) -> Non
     bound = tokens * 2.0**-24 * expected.double().abs().sum(0).flatten()  # of any order of float32 additions
     for total, of in ((bias, made), (summed, expected)):
         assert ((total.double() - of.double().sum(0).flatten()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("vocab", [264, 263])
+def test_targets_that_do_not_exist_touch_no_other_row(vocab: int) -> None:
+    """Their log-probability is NaN, and the gradient that of the softmax alone."""
+    logits = normal(5, vocab, 16)
+    targets = torch.tensor([3, -1, vocab, -100, vocab - 1], device=DEVICE)
+    weights = torch.full((5,), 0.5, device=DEVICE)
+    copy = logits.clone()
+    made, expected = hopper_loss.softmax_gradient_(logits, targets, weights), copy.clone()
+    known = torch.tensor([0, 4], device=DEVICE)
+    found = softmax_gradient_(copy, targets.clamp(0, vocab - 1), weights)
+    torch.testing.assert_close(made[known], found[known], rtol=1e-5, atol=2e-5)
+    assert made[1:4].isnan().all()
+    torch.testing.assert_close(logits[known], copy[known], rtol=2**-7, atol=1e-8)
+    plain = 0.5 * torch.softmax(expected[1:4].float(), -1)
+    torch.testing.assert_close(logits[1:4].float(), plain, rtol=2**-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("vocab", [260, 263, 8, 20000, 20011])

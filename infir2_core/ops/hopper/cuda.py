@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import struct
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -57,6 +58,7 @@ def launch(
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     with torch.cuda.device(index):
+        _bind(index)
         function = _function(file, defines, shared, index)
         # Each by its address: the compiler lays them out, and pads what wants more than 16 bytes of alignment.
         fields = [packed(argument) for argument in arguments]
@@ -97,6 +99,7 @@ def encode_map(address: int, rows: int, cols: int, itemsize: int, box_cols: int,
     """
     kind = {1: 0, 4: 7}[itemsize]  # CUtensorMapDataType
     swizzle_128b, promotion_256b = 3, 3
+    _bind(torch.cuda.current_device())
     space = ctypes.create_string_buffer(128 + 64)
     at = -(-ctypes.addressof(space) // 64) * 64  # the driver wants it aligned
     code = _driver().cuTensorMapEncodeTiled(
@@ -108,9 +111,19 @@ def encode_map(address: int, rows: int, cols: int, itemsize: int, box_cols: int,
     return ctypes.string_at(at, 128)
 
 
+_threads = threading.local()
+
+
+def _bind(index: int) -> None:
+    """Makes a device's context that of this thread: the driver wants one, torch sets it when it works there."""
+    bound = _threads.__dict__.setdefault("devices", set())
+    if index not in bound:
+        torch.cuda.synchronize(index)
+        bound.add(index)
+
+
 @cache
 def _function(file: str, defines: tuple[tuple[str, int], ...], shared: int, index: int) -> ctypes.c_void_p:
-    torch.cuda.synchronize(index)  # torch has made this device's context by then
     module, function, driver = ctypes.c_void_p(), ctypes.c_void_p(), _driver()
     if driver.cuModuleLoadData(ctypes.byref(module), compiled(source(file), file, defines)):
         # What was kept may be damaged; what is compiled now is not.

@@ -58,6 +58,8 @@ def choices(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> list[str]:
     """
     dtype = torch.bfloat16 if b.tile == (TILE, TILE) else torch.float32
     found, tiles = [CUBLASLT], a.tile == (1, TILE)
+    if not min(*a.data.shape, *b.data.shape):
+        return found
     fits = out_dtype == dtype and a.spec.format == b.spec.format == "e4m3" and tiles
     if fits and all(side % TILE == 0 for side in (*a.data.shape, *b.data.shape)) and _deep_gemm() is not None:
         found.append(DEEPGEMM)
@@ -93,7 +95,9 @@ def scaled_matmul(
     """
     by = by or choose(a, b, out_dtype)
     if by == OWN:
-        return matmul_tiles(a, b, total)
+        if total is None or (total.is_contiguous() and total.data_ptr() % 16 == 0):
+            return matmul_tiles(a, b, total)
+        return total.add_(matmul_tiles(a, b))
     if by == DEEPGEMM:
         return _by_deepgemm(a, b, out_dtype, total)
     out = F.scaled_mm(a.data, b.data.T, _scale(a), _kind(a), _scale(b), _kind(b), output_dtype=out_dtype)

@@ -36,7 +36,7 @@ def softmax_gradient_(logits: Tensor, targets: Tensor, weights: Tensor) -> Tenso
 
     Args:
         logits: bfloat16 [T, V], contiguous.
-        targets: int64 [T], 0 to V - 1.
+        targets: int64 [T], 0 to V - 1; the log-probability of any other is NaN.
         weights: float32 [T].
     """
     tokens, vocab = logits.shape

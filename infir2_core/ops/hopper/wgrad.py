@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..reference.quantize import QTensor
 from .copies import TILE
-from .cuda import encode_map, launch
+from .cuda import MULTIPROCESSORS, encode_map, launch
 
 # Constants of cuda/wgrad.cu.
 GROUPS, ROWS, COLS, CHUNK = 2, 128, 192, 32
@@ -33,8 +33,7 @@ def matmul_tiles(a: QTensor, b: QTensor, total: Tensor | None = None) -> Tensor:
     """
     (m, depth), n, device = a.data.shape, b.data.shape[0], a.data.device
     out = torch.empty(m, n, dtype=torch.float32, device=device) if total is None else total
-    blocks = _processors(device)
-    partial, flags = _workspace(device, torch.cuda.current_stream(device).cuda_stream, blocks)
+    partial, flags = _workspace(device, torch.cuda.current_stream(device).cuda_stream)
     maps = (
         _map(a.data.data_ptr(), m, depth, 1, TILE, ROWS),
         _map(b.data.data_ptr(), n, depth, 1, TILE, COLS),
@@ -44,7 +43,7 @@ def matmul_tiles(a: QTensor, b: QTensor, total: Tensor | None = None) -> Tensor:
     defines = tuple(sorted((formats | {"STAGES": STAGES, "E5M2": 0}).items()))
     arguments = (*maps, a.scale, b.scale, partial, flags, m, n, depth // TILE, int(total is not None))
     shared = BESIDE + STAGES * STAGE
-    launch("wgrad.cu", defines, blocks, 128 * (GROUPS + 1), shared, arguments, device)
+    launch("wgrad.cu", defines, MULTIPROCESSORS, 128 * (GROUPS + 1), shared, arguments, device)
     return out
 
 
@@ -54,12 +53,7 @@ def _map(address: int, rows: int, cols: int, itemsize: int, box_cols: int, box_r
 
 
 @cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _workspace(device: torch.device, stream: int, blocks: int) -> tuple[Tensor, Tensor]:
+def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Where blocks hand over parts of a tile, and flags that are 0 between launches; for one stream at a time."""
-    partial = torch.empty(blocks * ROWS * COLS, dtype=torch.float32, device=device)
-    return partial, torch.zeros(blocks * GROUPS, dtype=torch.int32, device=device)
+    partial = torch.empty(MULTIPROCESSORS * ROWS * COLS, dtype=torch.float32, device=device)
+    return partial, torch.zeros(MULTIPROCESSORS * GROUPS, dtype=torch.int32, device=device)

@@ -80,8 +80,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) infir2_softmax_gradient(
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         u16* here = logits + row * VOCAB + mine;
         const float weight = __ldg(weights + row);
-        const int target = (int)__ldg(targets + row);
-        const bool owner = target / VECTOR % THREADS == threadIdx.x;  // overwrites the target's logit: reads it first
+        const i64 named = __ldg(targets + row);
+        const bool there = named >= 0 && named < VOCAB;
+        const int target = there ? (int)named : 0;
+        const bool owner = there && target / VECTOR % THREADS == threadIdx.x;  // overwrites the target's logit: reads it first
         const float chosen = owner ? __uint_as_float((u32)logits[row * VOCAB + target] << 16) : 0.f;
         float largest = LOWEST, total = 0;
         const auto take = [&](const Raw& raw) {
@@ -139,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) infir2_softmax_gradient(
             if (inside(slot)) give(load(staged + mine + slot * THREADS * VECTOR), slot);
             fetch(row + gridDim.x, slot);
         }
+        if (!there && threadIdx.x == 0) logprobs[row] = __int_as_float(0x7FC00000);  // told by a loss that is not a number
         if (owner) {
             logprobs[row] = chosen - norm;
             logits[row * VOCAB + target] = (u16)pack((power2(chosen * LOG2E - base) - 1.f) * weight, 0.f);
