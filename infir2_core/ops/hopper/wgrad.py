@@ -29,7 +29,7 @@ def matmul_tiles(a: QTensor, b: QTensor, total: Tensor | None = None) -> Tensor:
     Args:
         a: codes [M, K] in 1x128 blocks, laid out by ops/hopper/copies.py; M and N divisible by 16, K by 128.
         b: codes [N, K], likewise; not both E5M2.
-        total: float32 [M, N] to which the product is added, and which is returned then.
+        total: float32 [M, N], contiguous, its address divisible by 16: the product is added to it, and it is returned.
     """
     (m, depth), n, device = a.data.shape, b.data.shape[0], a.data.device
     out = torch.empty(m, n, dtype=torch.float32, device=device) if total is None else total

@@ -1,5 +1,5 @@
-// What has no CUDA C++ form without headers: conversions, packed maxima, powers of two, copies to shared memory in the background,
-// barriers of some warps. Tests replace this file on a CPU.
+// What has no CUDA C++ form without headers: conversions, packed maxima, powers of two, copies to shared memory in the
+// background, barriers of some warps. Tests replace this file on a CPU.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;

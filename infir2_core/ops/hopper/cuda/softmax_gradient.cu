@@ -3,9 +3,9 @@
 // ops/reference/loss.py).
 //
 // A block stays for many rows and holds each of them on the multiprocessor between the pass that sums and the pass that
-// writes: most of it in shared memory, some in registers, what is left in the L2 cache. A thread copies what it reads itself,
-// and asks for a piece of the next row as soon as the same piece of this one is written, so that memory is busy in both
-// passes.
+// writes: most of it in shared memory, some in registers, what is left in the L2 cache. A thread copies what it reads
+// itself, and asks for a piece of the next row as soon as the same piece of this one is written, so that memory is busy
+// in both passes.
 //
 // Defines: VOCAB (of a row), THREADS, ROOM (vectors that a thread keeps in shared memory at most), HOLD (and in registers);
 // POW2, E5M2 (codes.cuh; without effect).
@@ -83,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) infir2_softmax_gradient(
         const i64 named = __ldg(targets + row);
         const bool there = named >= 0 && named < VOCAB;
         const int target = there ? (int)named : 0;
-        const bool owner = there && target / VECTOR % THREADS == threadIdx.x;  // overwrites the target's logit: reads it first
+        // Who overwrites the target's logit reads it first.
+        const bool owner = there && target / VECTOR % THREADS == threadIdx.x;
         const float chosen = owner ? __uint_as_float((u32)logits[row * VOCAB + target] << 16) : 0.f;
         float largest = LOWEST, total = 0;
         const auto take = [&](const Raw& raw) {
