@@ -17,7 +17,7 @@ cards=$(tr ',' '\n' <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi -L)}" | wc -l)
 
 case $part in
 gpu-tests)
-  python3 -m pytest -q tests/gpu tests/unit/test_hopper_kernels.py -p no:cacheprovider 2>&1 | tail -15 | tee "$2/gpu-tests.txt"
+  python3 -m pytest -q tests/gpu tests/unit/test_hopper_*.py -p no:cacheprovider 2>&1 | tail -15 | tee "$2/gpu-tests.txt"
   ;;
 corpus)
   site=$(python3 -c 'import transformers, os; print(os.path.dirname(os.path.dirname(transformers.__file__)))')

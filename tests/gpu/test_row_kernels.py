@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import fresh
 import pytest
 import torch
+from hopper_machine import normal, poisoned_buffers  # noqa: F401
 
 from infir2_core.ops.reference import elementwise as plainly
 from infir2_core.ops.reference.loss import softmax_gradient_
@@ -18,20 +17,6 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_buffers() -> Iterator[None]:
-    """Every uninitialised buffer holds NaN, so that an element nobody writes shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-def normal(rows: int, cols: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=fresh.generator(seed, "cuda"), device="cuda").bfloat16()
 
 
 @pytest.mark.parametrize(

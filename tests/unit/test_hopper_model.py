@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="some kernels are written in Triton")
 
+from hopper_machine import HOPPER, on_this_machine, poisoned_buffers  # noqa: F401
 from test_engine import engine
-from test_hopper_kernels import HOPPER, on_this_machine, poisoned_buffers  # noqa: F401
 
 from infir2_core.config.schema import ModelShape
 from infir2_core.data.batch import Batch, rows_to_batch
