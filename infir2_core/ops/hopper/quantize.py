@@ -105,11 +105,10 @@ def run(
         "THREADS": threads,
         "BLOCKS": blocks,
     }
-    count = rows // TILE * (cols // TILE)
     staged = constants["COL"] * (2 if source == SWIGLU_BACKWARD else 1) + constants["PRODUCT"]
     fields = (*map(arguments, (copies.row, copies.col, product, kept)), nonfinite, kept_nonfinite)
     launch(
-        "tiles.cu", tuple(sorted(constants.items())), count, threads, staged * STAGED_BYTES,
+        "tiles.cu", tuple(sorted(constants.items())), rows // TILE * (cols // TILE), threads, staged * STAGED_BYTES,
         (x, second, weight, plain, plain_product, cols, *fields), x.device,
     )  # fmt: skip
 

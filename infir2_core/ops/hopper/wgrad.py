@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ..reference.quantize import QTensor
 from .copies import TILE
-from .cuda import MULTIPROCESSORS, encode_map, launch
+from .cuda import MULTIPROCESSORS, SHARED_BYTES, encode_map, launch
 
 # Constants of cuda/wgrad.cu.
 GROUPS, ROWS, COLS, CHUNK = 2, 128, 192, 32
-SHARED_LIMIT = 232_448  # bytes of a block on sm_90
 STAGE = (ROWS + COLS) * (TILE + 4) + 16  # bytes of a K block: codes, scales, two barriers
 BESIDE = 1024 + GROUPS * 64 * CHUNK * 4  # what aligning costs, and what is stored from shared memory
-STAGES = (SHARED_LIMIT - BESIDE) // STAGE
+STAGES = (SHARED_BYTES - BESIDE) // STAGE
 
 
 def matmul_tiles(a: QTensor, b: QTensor, total: Tensor | None = None) -> Tensor:

@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
                 for (int i = 0; i < HELD / 2; ++i)
                     __stcg(to + i * 128, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
                 __threadfence();
-                meet(together, 128);
+                barrier(together, 128);
                 if (thread == 0) raise_flag(flags + slot);
                 continue;
             }
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
                 const i64 theirs = slot + (i64)(other - worker) * GROUPS;
                 reached = schedule.reached(p, other);
                 if (thread == 0) wait_for_flag(flags + theirs);
-                meet(together, 128);
+                barrier(together, 128);
                 const float4* from = partial + theirs * (HELD / 2) * 128 + thread;
 #pragma unroll
                 for (int i = 0; i < HELD / 2; ++i) {
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
                 const int row = at.row + part / 3 * 64, col = left + part % 3 * CHUNK;
                 if (row < m && col < n) {
                     if (thread == 0) wait_until_stores_are_read();
-                    meet(together, 128);
+                    barrier(together, 128);
 #pragma unroll
                     for (int i = 0; i < CHUNK / 8; ++i) {  // 16-byte units of a row are swizzled by the row's number
                         const int unit = (2 * i + lane % 4 / 2) ^ (line & 7), j = 4 * (part * CHUNK / 8 + i);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) infir2_wgrad
                         *reinterpret_cast<float2*>(to + 1024) = make_float2(sum[j + 2], sum[j + 3]);
                     }
                     show_to_copies();
-                    meet(together, 128);
+                    barrier(together, 128);
                     if (thread == 0) {
                         if (add) add_box(shared_address(box), out, col, row);
                         else store_box(shared_address(box), out, col, row);
